@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from detector.io import read_yaml
 from e2e_vl.config import RunConfig, differences, load_config, read_detector_config
 from tests.run.runs import ROOT
 
@@ -23,11 +24,21 @@ OFFICIAL = {
 VARIANTS = GOLDEN["variants"]
 
 
+ABLATION = ROOT / "configs" / "visual_bert_paper" / "ablation.yaml"
+ROWS = {row: (config, words) for config, rows in read_yaml(ABLATION).items() for row, words in rows.items()}
+
+
 def load(name: str) -> RunConfig:
-    return load_config(ROOT / "configs" / f"{name}.yaml", ["data.root=DATA"])
+    row = name.replace("/", "_")
+    config, words = ROWS.get(row, (f"configs/{name}.yaml", []))
+    own = [f"output=runs/{row}"] if row in ROWS else []  # as tools/experiments/compare.py has it
+    return load_config(ROOT / config, ["data.root=DATA", *words, *own])
 
 
 def header_of(name: str) -> str:
+    row = name.replace("/", "_")
+    if row in ROWS:
+        return next(line for line in ABLATION.read_text("utf-8").splitlines() if line.startswith(f"  {row}:"))
     lines = (ROOT / "configs" / f"{name}.yaml").read_text("utf-8").splitlines()
     return " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
 
@@ -59,7 +70,7 @@ def test_a_variant_differs_in_its_switches_only(name):
 
 
 def test_every_file_is_accounted_for():
-    folders = ("pretraining", "refcoco", "vqa", "vcr", "nlvr2", "gqa", "flickr30k", "visual_bert_ablation")
+    folders = ("pretraining", "refcoco", "vqa", "vcr", "nlvr2", "gqa", "flickr30k")
     files = {
         path.relative_to(ROOT / "configs").with_suffix("").as_posix()
         for folder in folders
@@ -68,7 +79,9 @@ def test_every_file_is_accounted_for():
     own = {"pretraining/paper", "pretraining/visual_bert_common", "flickr30k/pixels", "vqa/lxmert_pixels"}
     own |= {"refcoco/vl_bert_base_precomputed", "refcoco/vl_bert_base_fpn", *itertools.chain(*PIXELS.values())}
     own |= {name for name in files if name.startswith(("pretraining/lxmert_", "gqa/lxmert_", "nlvr2/lxmert_"))}
-    assert files - own == (set(OFFICIAL) | set(VARIANTS)) - own
+    known = set(OFFICIAL) | set(VARIANTS)
+    rows = {name for name in known if name.startswith("visual_bert_ablation/")}
+    assert files - own == known - rows - own and ROWS.keys() == {name.replace("/", "_") for name in rows}
 
 
 @pytest.mark.parametrize("name", [name for name in OFFICIAL if "vl_bert" in name])
