@@ -190,9 +190,7 @@ class Trainer:
             run.model.detector.to(memory_format=torch.channels_last)
         if settings.torch_compile:
             compile_blocks(run.model)
-        # a batch may have no phrases, and some tasks do not read all outputs of some encoders
-        may_skip = run.model.phrase_head is not None or run.model.encoder.has_optional_outputs
-        accelerator.ddp_handler.find_unused_parameters = may_skip
+        accelerator.ddp_handler.find_unused_parameters = run.model.encoder.has_optional_outputs
         # only batch statistics change during training
         accelerator.ddp_handler.broadcast_buffers = any(isinstance(one, _BatchNorm) for one in run.model.modules())
         self.model, self.optimizer = accelerator.prepare(LossesOnly(run.model), optimizer)
