@@ -35,8 +35,8 @@ class ParsedWord:
 def read_conllu(path: str | Path) -> Iterator[list[ParsedWord]]:
     """Read the sentences of a CoNLL-U file."""
     lines = enumerate(read_text(path).splitlines(), start=1)
-    for is_sentence, own in itertools.groupby(lines, key=lambda row: bool(row[1].strip())):
-        rows = [(number, line.split("\t")) for number, line in own if is_sentence and not line.startswith("#")]
+    for is_sentence, group in itertools.groupby(lines, key=lambda row: bool(row[1].strip())):
+        rows = [(number, line.split("\t")) for number, line in group if is_sentence and not line.startswith("#")]
         if rows:
             yield _sentence(path, rows)
 
@@ -52,12 +52,12 @@ def _sentence(path: str | Path, rows: list[tuple[int, list[str]]]) -> list[Parse
             if "-" in number:
                 contraction, (first, last) = form, map(int, number.split("-"))
                 continue
-            own = int(number)
-            if own != len(words) + 1:
+            position = int(number)
+            if position != len(words) + 1:
                 raise ValueError
-            is_inside = first <= own <= last
+            is_inside = first <= position <= last
             words.append(
-                ParsedWord(contraction if is_inside else form, int(governor) - 1, relation, first < own <= last)
+                ParsedWord(contraction if is_inside else form, int(governor) - 1, relation, first < position <= last)
             )
         except ValueError as error:
             raise UserError(

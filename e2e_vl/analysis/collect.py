@@ -57,7 +57,7 @@ def choose_queries(caption: CaptionAnnotations, options: AnalysisOptions) -> Phr
         return PhraseQueries(spans, attends, options.entity_piece)
     spans = spans.copy()
     for phrase in range(len(caption.phrases)):
-        heads = [row for row, own in enumerate(caption.phrase_of) if own == phrase and caption.is_head[row]]
+        heads = [row for row, is_head in enumerate(caption.is_head) if is_head and caption.phrase_of[row] == phrase]
         attends[phrase] = caption.is_parsed and len(heads) > 0
         if attends[phrase]:
             spans[phrase] = caption.word_spans[heads[0]]
@@ -293,7 +293,7 @@ def make_inputs(
         allowed = allowed & (regions.row[text] >= 0)
     scales = batch.images.scales.to(regions.image.device)[regions.image[text].clamp(min=0)].double()
     boxes = (regions.boxes[text].double() / torch.cat([scales, scales], dim=1)).cpu().numpy()
-    correct = [find_correct_regions(boxes, own, options) for own in caption.boxes]
+    correct = [find_correct_regions(boxes, phrase_boxes, options) for phrase_boxes in caption.boxes]
     is_correct = torch.tensor(np.array(correct, dtype=bool).reshape(-1, len(boxes)), device=allowed.device) & allowed
     sides = torch.from_numpy(boxes[:, 2:] - boxes[:, :2]).to(allowed.device)
     baseline_scores = {LARGEST: sides.prod(dim=1).float()}
@@ -373,13 +373,13 @@ def add_by_label(put: Callable[..., None], measure: str, measured: Measurement, 
     """Add the examples to the sums over all relations and to those of each relation."""
     put(measure, measured)
     for label in dict.fromkeys(labels):
-        kept = torch.tensor([own == label for own in labels], device=measured.hits.device)
+        kept = torch.tensor([one == label for one in labels], device=measured.hits.device)
         put(measure, measured.select(kept), label)
 
 
 def counted_phrases(inputs: MeasureInputs, options: AnalysisOptions) -> Bool[Tensor, " phrases"]:
     """The phrases that are measured, see `options.without_box` and `options.without_region`."""
-    has_box = inputs.allowed.new_tensor([len(own) > 0 for own in inputs.caption.boxes])
+    has_box = inputs.allowed.new_tensor([len(boxes) > 0 for boxes in inputs.caption.boxes])
     has_region = inputs.is_correct.any(dim=1)
     counted = has_box if options.without_box == "skip" else torch.ones_like(has_box)
     if options.without_region == "skip":
@@ -390,7 +390,7 @@ def counted_phrases(inputs: MeasureInputs, options: AnalysisOptions) -> Bool[Ten
 def count_text(counts: Counter[str], inputs: MeasureInputs, options: AnalysisOptions) -> None:
     """Update the counts with one text."""
     caption = inputs.caption
-    has_box = [len(own) > 0 for own in caption.boxes]
+    has_box = [len(boxes) > 0 for boxes in caption.boxes]
     has_region = inputs.is_correct.any(dim=1).tolist()
     counts.update(
         {
@@ -419,4 +419,4 @@ def choose_texts(groups: Sequence[Sequence[int]], number: int, seed: int) -> lis
     rng = np.random.default_rng(seed)
     some = rng.permutation(len(groups))
     filled = itertools.islice((groups[int(row)] for row in some if len(groups[int(row)])), number)
-    return sorted(int(own[int(rng.integers(len(own)))]) for own in filled)
+    return sorted(int(texts[int(rng.integers(len(texts)))]) for texts in filled)

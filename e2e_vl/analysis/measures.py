@@ -86,7 +86,6 @@ class HeadSums:
         return self.attention / max(self.count, 1)
 
     def baseline(self, name: str) -> float:
-        """Accuracy of a baseline."""
         return self.baselines[name] / max(self.count, 1)
 
     def best(self, allowed: Bool[Tensor, "layers heads"] | None = None) -> tuple[int, int] | None:

@@ -158,12 +158,12 @@ class AnalysisResults:
             measures = {}
             for measure in self.measures(graph):
                 labels = sorted({key.label for key in self.sums if (key.graph, key.measure) == (graph, measure)})
-                own = {}
+                by_label = {}
                 for label in labels:
                     sums = self.get_sums(graph, measure, label)
                     matrices = {"accuracy": sums.accuracy.tolist(), "attention": sums.mean_attention.tolist()}
-                    own[label] = {**self.summary(graph, measure, label), **matrices}
-                measures[measure] = {**own.pop(ALL), "by_relation": own}
+                    by_label[label] = {**self.summary(graph, measure, label), **matrices}
+                measures[measure] = {**by_label.pop(ALL), "by_relation": by_label}
             graphs[graph] = {
                 "layers": len(phrases.steps),
                 "reads": sorted(map(str, phrases.blocks)),
@@ -385,7 +385,7 @@ def parse_heads(
         graph, layer, head = parse_head(word, options.first_number)
         graph = graph or reads[0]
         if graph not in graphs or layer >= len(graphs[graph].steps) or head >= num_heads:
-            sizes = ", ".join(f"{name} with {len(own.steps)} layers" for name, own in graphs.items())
+            sizes = ", ".join(f"{name} with {len(one.steps)} layers" for name, one in graphs.items())
             raise UserError(f"--heads has '{word}', but there are {num_heads} heads and the graphs {sizes}.")
         found.append(AttentionHead(graph, layer, head))
     return found
@@ -433,12 +433,12 @@ def _draw_head(
     options = results.options
     name = f"head {options.head_name(head.layer, head.head)}"
     file = f"{text.index:06d}_{head.graph}_{options.head_name(head.layer, head.head)}"
-    own = torch.from_numpy(text.maps[head.graph][head.layer, head.head]).float()[None, None]
+    maps = torch.from_numpy(text.maps[head.graph][head.layer, head.head]).float()[None, None]
     regions = slice(text.length, text.length + len(text.allowed))
     phrases = [row for row, boxes in enumerate(text.caption.boxes) if len(boxes)][:MAX_PHRASES]
     if AttentionBlock.WORDS_TO_REGIONS in blocks:
         queries = choose_queries(text.caption, options)
-        seen = attention_from(own, torch.from_numpy(queries.spans), queries.piece)[0, 0, :, regions].numpy()
+        seen = attention_from(maps, torch.from_numpy(queries.spans), queries.piece)[0, 0, :, regions].numpy()
         phrases = [row for row in phrases if queries.has_query[row]]
         overlays = []
         for row in phrases:
@@ -448,19 +448,19 @@ def _draw_head(
     if AttentionBlock.REGIONS_TO_REGIONS in blocks:
         overlays = []
         for row in phrases[:1]:
-            right = np.flatnonzero(text.is_correct[row])
-            if len(right):
-                others = text.allowed & (np.arange(len(text.allowed)) != right[0])
-                seen = own[0, 0, regions, regions][right[0]].numpy()
+            correct = np.flatnonzero(text.is_correct[row])
+            if len(correct):
+                source = correct[0]
+                others = text.allowed & (np.arange(len(text.allowed)) != source)
+                seen = maps[0, 0, regions, regions][source].numpy()
+                path = folder / f"{file}_{row}.jpg"
                 title = f"from the region of “{text.caption.phrases[row]}” to the others, {name}"
-                overlays.append(
-                    _region_overlay(folder / f"{file}_{row}.jpg", text, head, seen, others, row, title, source=right[0])
-                )
+                overlays.append(_region_overlay(path, text, head, seen, others, row, title, source=source))
         return overlays
     # word-to-word attention: average the rows of a word's wordpieces and sum the columns
-    spans, slots = torch.from_numpy(text.caption.word_spans), torch.arange(own.shape[3])
+    spans, slots = torch.from_numpy(text.caption.word_spans), torch.arange(maps.shape[3])
     inside = ((slots >= spans[:, :1]) & (slots < spans[:, 1:])).float()
-    values = (attention_from(own, spans, "mean")[0, 0] @ inside.T).numpy()
+    values = (attention_from(maps, spans, "mean")[0, 0] @ inside.T).numpy()
     path = folder / f"{file}.png"
     path.write_bytes(draw_word_map(f"{head.graph}, {name}", text.caption.forms, values))
     title, note = f"words to words, {name}", "each row attends to the columns"

@@ -73,8 +73,8 @@ def write_page(path: Path, results: AnalysisResults, figures: Mapping[str, bytes
         baseline_words=BASELINE_DESCRIPTIONS,
         figures={name: _uri(content, "png") for name, content in figures.items()},
         captions=[
-            (text, [(one, _picture(one)) for one in own])
-            for (_, text), own in itertools.groupby(overlays, key=lambda one: (one.index, one.text))
+            (text, [(one, _picture(one)) for one in pictures])
+            for (_, text), pictures in itertools.groupby(overlays, key=lambda one: (one.index, one.text))
         ],
     )
     write_text(path, page)
@@ -137,7 +137,6 @@ class AnalysisArguments:
 
     @property
     def folder(self) -> Path:
-        """The output folder."""
         return self.output or self.run / RESULTS_FOLDER / file_name(f"{self.split}_{self.boxes}")
 
 
@@ -148,8 +147,8 @@ def analyze_attention(args: AnalysisArguments) -> tuple[AnalysisResults, Path | 
         The results, and the page on the main process (None on the others).
     """
     check_results_folder(args.folder)
-    own, data_overrides = split_overrides(args.overrides, has_data=args.data is not None)
-    config, model, tokenizer = load_model(args.run, overrides=own)
+    run_overrides, data_overrides = split_overrides(args.overrides, has_data=args.data is not None)
+    config, model, tokenizer = load_model(args.run, overrides=run_overrides)
     graphs = model.encoder.attention_graphs
     if config.data.blank_text or config.data.blank_image or not graphs:
         raise UserError(
@@ -208,7 +207,6 @@ def analyze_attention(args: AnalysisArguments) -> tuple[AnalysisResults, Path | 
 def write_results(
     folder: Path, results: AnalysisResults, found: AttentionStatistics, heads: list[AttentionHead]
 ) -> None:
-    """Write all result files."""
     write_json(folder / "attention.json", results.as_json())
     write_tables(folder, results)
     figures: dict[str, bytes] = {}
@@ -226,7 +224,7 @@ def write_results(
 def check_results_folder(folder: Path) -> None:
     """Raise an error unless the folder is new or contains an earlier analysis only."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if folder.is_file() or not all(any(fnmatch.fnmatchcase(name, own) for own in RESULT_FILES) for name in names):
+    if folder.is_file() or not all(any(fnmatch.fnmatchcase(name, one) for one in RESULT_FILES) for name in names):
         raise UserError(f"{folder} contains files that are not from an analysis; choose another --output.")
 
 
@@ -243,8 +241,8 @@ def split_overrides(overrides: Sequence[str], *, has_data: bool) -> tuple[list[s
 def replace_data(config: RunConfig, path: Path, overrides: list[str]) -> RunConfig:
     """Replace the data of a run's config by those of another config, except for `RUN_SETTINGS`."""
     data = load_config(path, [*overrides, "output=unused"]).data
-    own = {name: getattr(config.data, name) for name in RUN_SETTINGS}
-    return msgspec.structs.replace(config, data=msgspec.structs.replace(data, **own))
+    kept = {name: getattr(config.data, name) for name in RUN_SETTINGS}
+    return msgspec.structs.replace(config, data=msgspec.structs.replace(data, **kept))
 
 
 def caption_examples(

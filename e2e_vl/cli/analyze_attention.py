@@ -31,7 +31,6 @@ from e2e_vl.parts import decode
 
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """The options of the command."""
     parser = make_parser(__doc__, prog)
     parser.add_argument("--run", type=Path, required=True, help="run directory of tools/train.py, or a saved model")
     parser.add_argument("--split", default="val", help="split of the data set (default: val)")

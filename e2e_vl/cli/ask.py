@@ -119,8 +119,8 @@ def read_questions(args: argparse.Namespace) -> list[Question]:
         raise UserError("There is no question; give images, a folder of images, or a JSON list.")
     boxes = None if args.boxes is None else read_boxes(args.boxes)
     to_mask = None if args.mask is None else read_boxes(args.mask, "--mask")
-    own: dict[str, Any] = {"choices": tuple(args.choices), "answer": args.answer, "boxes_to_mask": to_mask}
-    return [Question(images[0], text, boxes, others=images[1:], **own) for images, text in asked]
+    inputs: dict[str, Any] = {"choices": tuple(args.choices), "answer": args.answer, "boxes_to_mask": to_mask}
+    return [Question(images[0], text, boxes, others=images[1:], **inputs) for images, text in asked]
 
 
 def _images(path: Path) -> list[Path]:

@@ -135,7 +135,7 @@ def check_data(
         report, photos = read[split].report, read[split].photos
         seen = places if split == train else {f"the training split {train}": read[train].photo_ids} | places
         for place, ids in seen.items():
-            common = {name: own for name, own in photos.items() if not ids.isdisjoint(own)}
+            common = {name: photo for name, photo in photos.items() if not ids.isdisjoint(photo)}
             if common:
                 report.shared.append(
                     f"{count_photos(common.values()):,} of {report.photos:,} photos of {split} are in {place} "

@@ -142,9 +142,10 @@ def vocabulary_lines(answers: Sequence[str], read: Callable[[str], str]) -> list
     """
     used: dict[str, int] = {}  # line -> number of its answer
     for number, answer in enumerate(answers):
-        own = answer.strip().lower()
+        text = answer.strip().lower()
         # official code deletes the first 32 periods that no digit follows
-        spellings = (own, own.replace(" ", "-"), own.replace(" ", "-", 1), *(own + "." * dots for dots in range(1, 33)))
+        joined = (text.replace(" ", "-"), text.replace(" ", "-", 1))
+        spellings = (text, *joined, *(text + "." * dots for dots in range(1, 33)))
         line = next((one for one in spellings if one and one not in used and read(one) == answer), None)
         if line is None or "\n" in line:
             raise UserError(

@@ -25,7 +25,6 @@ LOOPBACK = "127.0.0.1"
 
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """The options of the command."""
     parser = make_parser(__doc__, prog)
     run_help = "run directory of tools/train.py, a saved model, or a model of the hub"
     parser.add_argument("--run", required=True, help=run_help)

@@ -171,7 +171,6 @@ def one_image(argv: list[str] | None = None, prog: str | None = None) -> int:
 
 
 def many_images_parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """The options for many images."""
     parser = make_parser(MANY_IMAGES, prog)
     parser.add_argument("--images", type=Path, required=True, help="folder, list (.txt), or COCO file (.json)")
     parser.add_argument("--root", type=Path, help="folder that listed paths start from (default: the list's)")

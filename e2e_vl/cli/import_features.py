@@ -42,21 +42,23 @@ ROUNDING = 0.01  # how much the boxes in BAN's file may disagree, as a fraction 
 @print_errors
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser = make_parser(__doc__, prog)
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND", help=f"one of {', '.join(ASSUMED)}")
+    subparsers = parser.add_subparsers(dest="kind", required=True, metavar="KIND", help=f"one of {', '.join(ASSUMED)}")
     for kind in ASSUMED:
-        own = kinds.add_parser(kind)
+        command = subparsers.add_parser(kind)
         if kind == "pythia":
-            own.add_argument("input", type=Path, nargs=1, metavar="FOLDER", help="folder of one set of COCO images")
-            own.add_argument(
+            command.add_argument("input", type=Path, nargs=1, metavar="FOLDER", help="folder of one set of COCO images")
+            command.add_argument(
                 "--sizes", type=Path, nargs="+", required=True, metavar="JSON", help="COCO files with image sizes"
             )
         elif kind == "detectron":
-            own.add_argument("input", type=Path, nargs="+", metavar="FILE", help=".th files of one split")
+            command.add_argument("input", type=Path, nargs="+", metavar="FILE", help=".th files of one split")
         else:
-            own.add_argument("input", type=Path, nargs=1, metavar="FILE", help="HDF5 file of one split")
-            own.add_argument("--ids", type=Path, required=True, metavar="PKL", help="pickle imgid2idx of that split")
-        own.add_argument("--output", type=Path, required=True, help="file to write: .h5, .lmdb or .tsv")
-        own.add_argument("--format", default="hdf5", choices=("hdf5", "lmdb", "tsv"), help="default: hdf5")
+            command.add_argument("input", type=Path, nargs=1, metavar="FILE", help="HDF5 file of one split")
+            command.add_argument(
+                "--ids", type=Path, required=True, metavar="PKL", help="pickle imgid2idx of that split"
+            )
+        command.add_argument("--output", type=Path, required=True, help="file to write: .h5, .lmdb or .tsv")
+        command.add_argument("--format", default="hdf5", choices=("hdf5", "lmdb", "tsv"), help="default: hdf5")
     args = parser.parse_args(argv)
     if args.output.exists():
         raise UserError(f"{args.output} already exists; remove it, or choose another --output.")

@@ -208,14 +208,14 @@ class Explorer:
         places = {"words": slice(0, len(words)), "regions": slice(len(words), None)}
         step_names, attention = [], []
         for graph, layers in self.model.network.encoder.attention_graphs.items():
-            own = np.zeros((len(slots), len(slots)), dtype=bool)
+            visible = np.zeros((len(slots), len(slots)), dtype=bool)
             for block in layers.blocks:
                 source, _, target = block.partition(" to ")
-                own[places[source], places[target]] = True
+                visible[places[source], places[target]] = True
             blocks = ", ".join(block for block in AttentionBlock if block in layers.blocks)
-            end = "" if own.all() else f" ({blocks})"
+            end = "" if visible.all() else f" ({blocks})"
             step_names += [f"{graph}:{layer}{end}" for layer in range(len(layers.steps))]
-            attention += [np.where(own, maps[step], 0) for step in layers.steps]
+            attention += [np.where(visible, maps[step], 0) for step in layers.steps]
         boxes = regions.boxes[0, rows]
         return Inspection(answer, words, names, np.stack(attention), tuple(step_names), boxes)
 

@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         if "=" in name:
             raise UserError(f"--variant needs a name before its settings; found '{name}'.")
     jobs = make_jobs(args.config, args.output, variants, args.set, args.seeds)
-    every = [job for own in jobs.values() for job in own]
+    every = [job for variant_jobs in jobs.values() for job in variant_jobs]
     run_jobs(every, launch=args.launch, parallel=args.jobs)
     comparison = {"config": str(args.config), "common_overrides": args.set, "seeds": args.seeds}
     comparison |= compare(jobs, variants, args.metrics)
@@ -83,9 +83,9 @@ def make_jobs(
         if seeds is None:
             jobs[name] = [Job(config, (*common, *overrides), run)]
         else:
-            words = [(*common, *overrides, f"seed={seed}") for seed in seeds]
             jobs[name] = [
-                Job(config, own, run.with_name(f"{run.name}_{seed}")) for own, seed in zip(words, seeds, strict=True)
+                Job(config, (*common, *overrides, f"seed={seed}"), run.with_name(f"{run.name}_{seed}"))
+                for seed in seeds
             ]
     return jobs
 
@@ -99,7 +99,7 @@ def compare(
         jobs: finished runs.
         metrics: names of metrics; None: all accuracies over all texts.
     """
-    results = {name: [job.metrics for job in own] for name, own in jobs.items()}
+    results = {name: [job.metrics for job in variant_jobs] for name, variant_jobs in jobs.items()}
     first = next(iter(results.values()))[0]
     metrics = metrics or [key for key in first if re.fullmatch(r"[^/]*/accuracy[^/]*", key)]
     rows = {}

@@ -149,10 +149,10 @@ def make_jobs(
         pair = (cell.task, cell.encoder)
         name = f"{cell.task}_{cell.encoder}"
         if pair not in configs:
-            own = encoders[cell.encoder]
-            overrides = [*own.get("overrides", ()), *own.get("task_overrides", {}).get(cell.task, ()), *settings]
+            entry = encoders[cell.encoder]
+            overrides = [*entry.get("overrides", ()), *entry.get("task_overrides", {}).get(cell.task, ()), *settings]
             config = load_config(folder / f"{cell.task}.yaml", overrides)
-            configs[pair] = with_encoder(config, cell.encoder, own, cell.task)
+            configs[pair] = with_encoder(config, cell.encoder, entry, cell.task)
             save_config(configs[pair], written / f"{name}.yaml")
         overrides, after = [f"seed={cell.seed}", *VARIANTS[cell.variant][1]], ()
         if cell.variant == "image_blind" and configs[pair].data.boxes.train != BoxSource.ONLINE:
@@ -175,8 +175,8 @@ def with_encoder(config: RunConfig, name: str, settings: Mapping[str, Any], task
     sizes = {key: getattr(config.encoder.config, key) for key in SIZES}
     if "layers" in settings:
         sizes[settings["layers"]] = config.encoder.config.num_hidden_layers
-    own = {**sizes, **settings["config"], **settings.get("tasks", {}).get(task, {})}
-    return msgspec.structs.replace(config, encoder=EncoderSettings(name, own))
+    fields = {**sizes, **settings["config"], **settings.get("tasks", {}).get(task, {})}
+    return msgspec.structs.replace(config, encoder=EncoderSettings(name, fields))
 
 
 def collect(
@@ -204,14 +204,14 @@ def collect(
 def as_markdown(table: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """The lines of the table, with a row for each (task, encoder) pair."""
     rows = {}
-    for task, own in table.items():
-        for encoder, variants in own["encoders"].items():
+    for task, results in table.items():
+        for encoder, variants in results["encoders"].items():
             cells = [format_mean(variants[one], "{:.3f}") if one in variants else "–" for one in VARIANTS]
             minutes = sum(sum(entry["minutes"]) for entry in variants.values())
             steps = max(entry["steps"] for entry in variants.values())
             rows[f"{TASKS[task][0]}, {encoder}"] = [
                 *cells[:1],
-                f"{own['chance']:.3f}",
+                f"{results['chance']:.3f}",
                 *cells[1:],
                 str(steps),
                 f"{minutes:.0f}",
@@ -239,10 +239,10 @@ def chance_accuracy(config: RunConfig, split: str) -> float:
     normalise = parts.TASKS[config.task.name].cls.canonical_answer
     usual: list[str] = []
 
-    def guess(own: Callable[[SampleText], str | None]) -> str:
+    def guess(answer_of: Callable[[SampleText], str | None]) -> str:
         if not usual:
             trained = open_split(config, config.data.train_split, BoxSource.GT, training=True)
-            counts = Counter(own(text) for text, _ in _texts(trained))
+            counts = Counter(answer_of(text) for text, _ in _texts(trained))
             counts.pop(None, None)
             usual.append(min(counts, key=lambda answer: (-counts[answer], answer)))
         return usual[0]
