@@ -97,7 +97,7 @@ class Stem(nn.Module):
 class Detectron2Detector(TwoStageDetector):
     """Detectron2's Faster R-CNN: C4 (`Res5ROIHeads`) or with a box head (`StandardROIHeads`, e.g. FPN).
 
-    Input images are already normalised, so `GeneralizedRCNN.preprocess_image` is not used.
+    `normalise_images` prepares the images, so `GeneralizedRCNN.preprocess_image` is not used.
     """
 
     def __init__(self, config: DetectorConfig) -> None:

@@ -22,7 +22,7 @@ from detector.backbones import FPN, ResNet, make_mobilenet, recompute_activation
 from detector.boxes import are_valid, check_boxes, prepend, whole_image_boxes
 from detector.config import DetectorConfig
 from detector.errors import UserError
-from detector.images import mask_pixels
+from detector.images import normalise_images
 from detector.roi_heads import Detections, Res5ROIHeads, SampledRoIs, StandardROIHeads
 from detector.roi_pooler import to_rois
 from detector.rpn import RPN, RPNOutput
@@ -53,7 +53,7 @@ class TwoStageDetector(Detector):
 
     @abc.abstractmethod
     def features(self, images: ImageBatch) -> FeatureMaps:
-        """Feature maps of the batch, padded further where the backbone needs it (`size_divisibility`)."""
+        """Feature maps of the normalised batch, padded further where the backbone needs it (`size_divisibility`)."""
 
     @abc.abstractmethod
     def run_rpn(self, features: FeatureMaps) -> Any:
@@ -122,8 +122,7 @@ class TwoStageDetector(Detector):
         score 1 and class K (background). The `mean` of each loss is Detectron2's value, weights included.
         """
         self._check_inputs(boxes, targets, images.names)
-        if pixel_masks is not None:
-            images = dataclasses.replace(images, pixels=mask_pixels(images.pixels, images.sizes, pixel_masks))
+        images = normalise_images(images, self.config.input, pixel_masks)
         sizes = [(height, width) for height, width in images.sizes.tolist()]
         features = self.features(images)
 

@@ -9,6 +9,7 @@ Shape legend: see `detector/structures.py`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import math
 from collections.abc import Sequence
@@ -18,12 +19,13 @@ from typing import Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64, UInt8
+from jaxtyping import Float, Int64, Num, UInt8
 from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.ops import clip_boxes_to_image
 
 from detector.boxes import Array
+from detector.config import InputConfig
 from detector.errors import UserError, reading
 from detector.structures import ImageBatch
 
@@ -115,17 +117,14 @@ def make_image_batch(
     images: Sequence[np.ndarray],
     original_sizes: Sequence[tuple[int, int]],
     names: Sequence[str],
-    pixel_mean: Sequence[float],
-    pixel_std: Sequence[float],
     pad_to: tuple[int, int] | None = None,
 ) -> ImageBatch:
-    """Normalise images and batch them, padded with zeros (the mean colour) on the right and at the bottom.
+    """Batch images, padded with zeros on the right and at the bottom.
 
     Args:
         images: N resized images, uint8 [height, width, 3].
         original_sizes: N tuples (height, width) before resizing.
         names: N names for error messages.
-        pixel_mean, pixel_std: 3 values in 0 .. 255, in the channel order of the images.
         pad_to: (H, W) of the batch; default: the maximum over its images, as in Detectron2. Features depend slightly on
             the padding, so a fixed size makes them independent of the other images in the batch.
     """
@@ -137,18 +136,36 @@ def make_image_batch(
             )
     sizes = torch.tensor([image.shape[:2] for image in images])
     height, width = pad_to if pad_to is not None else sizes.amax(0).tolist()
-    mean = torch.tensor(pixel_mean, dtype=torch.float32)[:, None, None]
-    std = torch.tensor(pixel_std, dtype=torch.float32)[:, None, None]
-    pixels = torch.zeros(len(images), 3, height, width)
+    pixels = np.zeros((len(images), height, width, 3), dtype=np.uint8)
     for row, image in zip(pixels, images, strict=True):
-        content = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1).float()
-        row[:, : image.shape[0], : image.shape[1]] = (content - mean) / std
-    return ImageBatch(pixels, sizes, torch.tensor([tuple(size) for size in original_sizes]), list(names))
+        row[: image.shape[0], : image.shape[1]] = image
+    original_sizes = torch.tensor([tuple(size) for size in original_sizes])
+    return ImageBatch(torch.from_numpy(pixels).permute(0, 3, 1, 2), sizes, original_sizes, list(names))
+
+
+def normalise_images(
+    images: ImageBatch, config: InputConfig, masks: list[Float[Tensor, "_Q 4"]] | None = None
+) -> ImageBatch:
+    """The input of a network: float pixels, (pixel - mean) / std, with zeros (the mean colour) in the padding.
+
+    Pixels that are floating-point already are taken as they are. `masks` are boxes to fill with the mean colour, see
+    `mask_pixels`.
+    """
+    pixels = images.pixels
+    if not pixels.is_floating_point():
+        values = torch.tensor([config.pixel_mean, config.pixel_std]).to(pixels.device, non_blocking=True)
+        mean, std = values[..., None, None]
+        pixels = torch.zeros(pixels.shape, device=pixels.device)
+        for row, image, (height, width) in zip(pixels, images.pixels, images.sizes.tolist(), strict=True):
+            row[:, :height, :width] = (image[:, :height, :width] - mean) / std
+    if masks is not None:
+        pixels = mask_pixels(pixels, images.sizes, masks)
+    return dataclasses.replace(images, pixels=pixels)
 
 
 def _to_array(image: Image.Image, channel_order: ChannelOrder) -> Pixels:
-    pixels = np.array(image)
-    return np.ascontiguousarray(pixels[:, :, ::-1]) if channel_order == "BGR" else pixels
+    content = bytearray(image.tobytes("raw", channel_order))  # PIL reverses channels faster than numpy
+    return np.frombuffer(content, dtype=np.uint8).reshape(image.height, image.width, 3)
 
 
 def _read(source: str | Path | bytes, name: str) -> Image.Image:
@@ -191,25 +208,19 @@ def mask_rectangles(
 
 
 def mask_pixels(
-    pixels: Float[Tensor, "N 3 H W"],
-    sizes: Int64[Tensor, "N 2"],
-    masks: list[Float[Tensor, "_Q 4"]],
-    fill: Float[Tensor, " 3"] | None = None,
-) -> Float[Tensor, "N 3 H W"]:
-    """Copy a batch and fill the pixels of boxes with one colour.
+    pixels: Num[Tensor, "N 3 H W"], sizes: Int64[Tensor, "N 2"], masks: list[Float[Tensor, "_Q 4"]]
+) -> Num[Tensor, "N 3 H W"]:
+    """Copy a batch and fill the pixels of boxes with 0: the mean colour if they are normalised, or else black.
 
     Masking the feature of a region would not hide its class, because the features of overlapping regions and of the
     whole image are computed from the same pixels (VL-BERT, section 3.3).
 
     Args:
-        pixels: normalised images.
         sizes: (height, width) of each image without padding.
         masks: boxes of each image, xyxy in pixels of the resized image, rounded outward; Q may be 0.
-        fill: the colour after normalisation; default: 0, the mean colour.
     """
     masked = pixels.clone()
-    colour = 0.0 if fill is None else fill.to(pixels)[:, None, None]
     for number, (size, boxes) in enumerate(zip(sizes.tolist(), masks, strict=True)):
         for x1, y1, x2, y2 in mask_rectangles(boxes, size).tolist():
-            masked[number, :, y1:y2, x1:x2] = colour
+            masked[number, :, y1:y2, x1:x2] = 0
     return masked

@@ -10,7 +10,6 @@ Shape legend: see `detector/structures.py`.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -32,7 +31,7 @@ from detector.backbones import (
 from detector.boxes import check_boxes, prepend, whole_image_boxes
 from detector.config import DetectorConfig, ResNetConfig
 from detector.errors import UserError
-from detector.images import mask_pixels
+from detector.images import normalise_images
 from detector.roi_pooler import align_rois, to_rois
 from detector.structures import DetectionTargets, Detector, FeatureMap, ImageBatch, Regions
 
@@ -161,9 +160,7 @@ class R2CNetwork(Detector):
             masks = [torch.cat([rows.new_ones(1, side, side), rows]) for rows in masks]
             classes = [F.pad(rows, (1, 0), value=WHOLE_IMAGE) for rows in classes]
             boxes = prepend(whole_image_boxes(images.sizes.to(boxes[0].device)), boxes)
-        if pixel_masks is not None:
-            images = dataclasses.replace(images, pixels=mask_pixels(images.pixels, images.sizes, pixel_masks))
-        pixels, shifts = self.place_on_canvas(images)
+        pixels, shifts = self.place_on_canvas(normalise_images(images, self.config.input, pixel_masks))
         parts = [rows + shift.repeat(2) for rows, shift in zip(parts, shifts, strict=True)]
         found = self.describe(pixels, to_rois(parts), torch.cat(masks), torch.cat(classes))
         counts = [len(rows) for rows in boxes]

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from jaxtyping import Float, Float32, Int64, Num
+from jaxtyping import Float, Float32, Int64, Num, UInt8
 from torch import Tensor, nn
 
 from detector.boxes import prepend, whole_image_boxes
@@ -85,8 +85,9 @@ class Movable:
 
     on_host: ClassVar[frozenset[str]] = frozenset()  # fields that stay on the CPU; reading them never waits
 
-    def to(self, device: torch.device | str, non_blocking: bool = False):
-        return map_tensors(self, lambda tensor: tensor.to(device, non_blocking=non_blocking))
+    def to(self, device: torch.device | str):
+        """A copy on a device; the host does not wait for a GPU."""
+        return map_tensors(self, lambda tensor: tensor.to(device, non_blocking=torch.device(device).type != "cpu"))
 
     def cpu(self):
         """A copy on the CPU, without gradients. All tensors travel as one, so that a GPU waits once."""
@@ -110,11 +111,15 @@ class PrecomputedFeatures(Movable):
 
 @dataclasses.dataclass
 class ImageBatch(Movable):
-    """N images as the network sees them: resized, mean-subtracted, zero-padded at the right and the bottom."""
+    """N resized images, zero-padded at the right and the bottom.
+
+    Pixels are uint8, 0 .. 255, and travel as such; a detector normalises them on its device. Floating-point pixels are
+    normalised already, see `normalise_images`.
+    """
 
     on_host = frozenset({"sizes", "original_sizes"})
 
-    pixels: Float[Tensor, "N 3 H W"]  # channel order of the detector's config (BGR by default)
+    pixels: UInt8[Tensor, "N 3 H W"] | Float[Tensor, "N 3 H W"]  # channels in the order of the detector's config (BGR)
     sizes: Int64[Tensor, "N 2"]  # (height, width) of each resized image without padding; on the CPU
     original_sizes: Num[Tensor, "N 2"]  # (height, width) of each image as stored (after its EXIF rotation); on the CPU
     names: list[str]  # N names (usually paths) for error messages
@@ -191,7 +196,7 @@ class Detector(nn.Module, abc.ABC):
         """One backbone pass over all images.
 
         Args:
-            images: N resized and normalised images.
+            images: N resized images, which `normalise_images` prepares.
             boxes: N entries, the boxes to describe (R may be 0). Without boxes, in training mode with `targets`, the
                 regions are the RoIs that the box head was trained on in this step (sampled proposals and annotated
                 boxes, Faster R-CNN section 3.2); otherwise they are the final detections of evaluation, best first.

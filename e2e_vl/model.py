@@ -132,7 +132,7 @@ class VisionLanguageModel(nn.Module):
         if rule.enabled or batch.boxes is None:  # a separate detector pass over the unmasked images, without gradients
             batch = label_regions(batch, self.detector, self.teacher or self.detector, rule)
         if rule.enabled:
-            batch = mask_regions(batch, self.detector, rule)
+            batch = mask_regions(batch, rule)
         if rule.max_length is not None:
             batch = truncate_batch(batch, rule.max_length, whole_image=self.encoder.whole_image_is_region)
         return batch

@@ -104,14 +104,11 @@ def describe_regions(
     return [rows[kept] for rows in regions.boxes], labels
 
 
-def mask_regions(batch: Batch, detector: Detector, rule: RegionMasking) -> Batch:
+def mask_regions(batch: Batch, rule: RegionMasking) -> Batch:
     """A copy of the batch in which some regions are to be predicted, and most of these are masked.
 
     The choice depends only on the seed of the first text about each image, or on torch's global generator where texts
     have no seeds.
-
-    Args:
-        detector: detector of the model; its pixel normalisation gives the colours.
     """
     if rule.pixels and batch.images.precomputed is not None:
         raise UserError(
@@ -143,10 +140,7 @@ def mask_regions(batch: Batch, detector: Detector, rule: RegionMasking) -> Batch
         if rule.colour == "mean":
             pixel_masks = rectangles
         else:
-            settings = detector.config.input
-            black = -torch.tensor(settings.pixel_mean) / torch.tensor(settings.pixel_std)
-            pixels = mask_pixels(images.pixels, images.sizes, rectangles, fill=black)
-            images = dataclasses.replace(images, pixels=pixels)
+            images = dataclasses.replace(images, pixels=mask_pixels(images.pixels, images.sizes, rectangles))
     chosen = chosen.to(device)
     if images.precomputed is not None and images.precomputed.image_features is not None:
         # The saved feature of the whole image would reveal the masked regions. It is replaced by the mean of the

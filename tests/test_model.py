@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from detector.images import normalise_images
 from e2e_vl.config import RunConfig, SyntheticSettings, load_config
 from e2e_vl.data.batching import Request
 from e2e_vl.model import VisionLanguageModel
@@ -49,8 +50,8 @@ def test_pixels_of_a_masked_box_change_nothing_at_all(tiny_config):
     model.eval()
     masks = [torch.tensor([[20.3, 30.0, 70.9, 81.0], [60.0, 70.0, 100.0, 127.5]]), torch.zeros(0, 4)]
     changed = batch.images.pixels.clone()
-    changed[0, :, 30:81, 20:71] = torch.randn(3, 51, 51) * 9
-    changed[0, :, 70:128, 60:100] = 100.0
+    changed[0, :, 30:81, 20:71] = torch.randint(256, (3, 51, 51))
+    changed[0, :, 70:128, 60:100] = 100
     other = dataclasses.replace(batch, images=dataclasses.replace(batch.images, pixels=changed))
     with torch.no_grad():
         one, two = (model(dataclasses.replace(given, pixel_masks=masks)) for given in (batch, other))
@@ -174,6 +175,7 @@ def test_swapped_images_give_other_scores(tiny_config, in_sequence, relative):
     words = [f"encoder.config.{name}={value}" for name, value in settings.items()]
     model, batch = built_for(tiny_config(*NO_DROPOUT, *TASK_ONLY, *words), texts=1)
     batch = refer_to_both_images(batch)
+    batch.images = normalise_images(batch.images, model.detector.config.input)
     batch.images.pixels.requires_grad_()
     output = model(batch)
     regions, logits = output.text_regions, output.task.logits

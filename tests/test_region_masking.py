@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from detector.config import InputConfig
 from detector.images import make_image_batch
 from detector.structures import ImageBatch, PrecomputedFeatures, Regions
 from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
@@ -99,14 +97,13 @@ def test_what_was_masked_before_stays_as_it_is():
 
 def test_masked_pixels_are_those_of_a_black_image():
     """Zeros before the mean is subtracted, in the last row and column of the box too."""
-    photo, mean, std = torch.randint(1, 255, (12, 16, 3)).byte().numpy(), (10.0, 20.0, 30.0), (1.0, 2.0, 4.0)
+    photo = torch.randint(1, 255, (12, 16, 3)).byte().numpy()
     painted = photo.copy()
     painted[3:9, 5:12] = 0
-    images, expected = (make_image_batch([one], [(12, 16)], ["a"], mean, std) for one in (photo, painted))
-    colours = types.SimpleNamespace(config=types.SimpleNamespace(input=InputConfig(pixel_mean=mean, pixel_std=std)))
+    images, expected = (make_image_batch([one], [(12, 16)], ["a"]) for one in (photo, painted))
     before = images.pixels.clone()
     batch = about_one_image(images=images, boxes=[torch.tensor([[5.0, 3, 11, 8]])])
-    masked = mask_regions(batch, colours, RegionMasking(probability=1.0, mask_probability=1.0, colour="black"))
+    masked = mask_regions(batch, RegionMasking(probability=1.0, mask_probability=1.0, colour="black"))
     assert torch.equal(masked.images.pixels, expected.pixels) and masked.pixel_masks is None
     assert torch.equal(images.pixels, before)
 
@@ -200,7 +197,7 @@ def test_whole_image_feature_leaves_out_masked_regions():
     images = ImageBatch(torch.zeros(1, 3, 0, 0), size, size, ["image"], saved)
     boxes = [torch.cat([box, box + 20, box + 40])]
     batch = about_one_image(images=images, boxes=boxes, boxes_to_mask=[box])
-    changed = mask_regions(batch, None, RegionMasking(pixels=False))
+    changed = mask_regions(batch, RegionMasking(pixels=False))
     assert changed.masked_regions.is_masked[0].tolist() == [True, False, False]
     torch.testing.assert_close(changed.images.precomputed.image_features, torch.tensor([[2.0, 3.0]]), rtol=1e-4, atol=0)
     assert not saved.image_features.any()  # the caller's batch is untouched

@@ -129,6 +129,14 @@ def test_all_parts_of_a_batch_move_together():
     assert batch.image_index.device.type == "cpu"
 
 
+def test_the_host_waits_only_for_what_comes_to_it(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device, **how: seen.setdefault(device, how) and self)
+    for device in ("cuda:0", "cpu"):
+        RegionLabels(class_probs=[torch.ones(1, 3)]).to(device)
+    assert seen == {"cuda:0": {"non_blocking": True}, "cpu": {"non_blocking": False}}
+
+
 @pytest.mark.parametrize(
     ("values", "index", "dim"),
     [((4, 6, 5), (4, 3, 1), 1), ((4, 2, 6, 5), (4, 1, 3, 1), 2), ((4, 2, 6, 5), (4, 1, 1, 9), 3), ((4, 6), (1, 8), 1)],

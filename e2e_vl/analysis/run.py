@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import fnmatch
+import functools
 import io
 import itertools
 import re
@@ -34,13 +35,12 @@ from e2e_vl.analysis.results import (
 )
 from e2e_vl.config import BoxSource, RunConfig, load_config
 from e2e_vl.data.base import open_options
-from e2e_vl.data.batching import ExampleDataset
+from e2e_vl.data.batching import ExampleDataset, collate
 from e2e_vl.data.image_loader import DetectedBoxes
 from e2e_vl.io import file_name
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.parts import DATASETS
 from e2e_vl.run.build import (
-    build_collate,
     build_loader,
     build_text_tokenizer,
     open_split,
@@ -171,7 +171,7 @@ def analyze_attention(args: AnalysisArguments) -> tuple[AnalysisResults, Path | 
     groups = examples.groups if args.max_images is None else examples.groups[: args.max_images]
     heads = parse_heads(args.heads, graphs, args.options, model.encoder.config.num_attention_heads)
     found = collect_attention(
-        *(model, examples, build_collate(config, model), args.options, accelerator),
+        *(model, examples, functools.partial(collate, canvas=config.data.canvas), args.options, accelerator),
         images_per_batch=config.eval.images_per_batch,
         workers=config.data.workers,
         sorted_boxes=isinstance(examples.loader.box_reader, DetectedBoxes),

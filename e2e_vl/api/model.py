@@ -24,7 +24,7 @@ from detector.errors import MissingFileError, UserError, first_line, user_path
 from detector.images import ResizeRule, load_resized, resize_boxes
 from detector.io import atomic_files, read_json, read_yaml, write_json
 from e2e_vl.config import DISPLAY_SELECTION, BoxSource, RunConfig
-from e2e_vl.data.batching import random_generator
+from e2e_vl.data.batching import collate, random_generator
 from e2e_vl.data.user_inputs import read_boxes, require_inside, validate_boxes
 from e2e_vl.drawing import choose_box_colours, draw_boxes
 from e2e_vl.examples import Example
@@ -33,7 +33,7 @@ from e2e_vl.io import is_hub_model
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.parts import DATASETS
 from e2e_vl.predictions import Box, GroundedPhrase, Prediction, Ranked
-from e2e_vl.run.build import build_collate, build_loader, build_text_tokenizer
+from e2e_vl.run.build import build_loader, build_text_tokenizer
 from e2e_vl.run.checkpoint import load_model, save_model
 from e2e_vl.run.evaluate import MetricName
 from e2e_vl.samples import AnnotatedObjects, BrokenImageError, ImageBytes, Question, Sample
@@ -382,7 +382,6 @@ class TrainedModel(
             boxes: build_loader(config, network, None, boxes) for boxes in (BoxSource.ONLINE, BoxSource.GT)
         }
         self._preprocessor = network.task.preprocessor(build_text_tokenizer(config, network, tokenizer))
-        self._collate = build_collate(config, network)
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
@@ -596,7 +595,7 @@ class TrainedModel(
         output_attentions: bool,
     ) -> ModelOutput:
         """Run the model in the precision of its evaluation; outputs are on the CPU, except for the encoder's."""
-        batch = self._collate(examples).to(self.device)
+        batch = collate(examples, canvas=self.config.data.canvas).to(self.device)
         precision = self.config.train.mixed_precision
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
         is_mixed = dtype is not None and (self.device.type != "cpu" or dtype == torch.bfloat16)

@@ -246,6 +246,7 @@ class BatchLoader:
             num_workers=workers,
             persistent_workers=keep_workers and workers > 0,
             worker_init_fn=_ignore_signals,
+            pin_memory=torch.cuda.is_available(),  # of the large tensors of a `PackedBatch`
             # DataLoader draws a seed for its workers; keep it off the generator that dropout and RoI sampling use
             generator=torch.Generator(),
         )
@@ -303,8 +304,6 @@ def _identity(loaded: Any) -> Any:
 
 def collate(
     examples: Sequence[Example],
-    pixel_mean: Sequence[float],
-    pixel_std: Sequence[float],
     *,
     pad_to: tuple[int, int] | None = None,
     canvas: Sequence[int] | None = None,
@@ -314,7 +313,6 @@ def collate(
 
     Args:
         examples: at least one; all for the same task, with the same kinds of boxes, objects and targets.
-        pixel_mean, pixel_std: per-channel mean and standard deviation for normalisation, in the images' channel order.
         pad_to: (height, width) of the padded images; None = the largest in the batch.
         canvas: (short edge, long edge) in pixels of the smallest canvas of an image, see `canvas_size`; images are
             padded to the largest canvas in the batch. None = pad to the largest image. `pad_to` takes precedence.
@@ -328,7 +326,7 @@ def collate(
     if pad_to is None and canvas is not None:
         pad_to = canvas_size([image.image_transform.size for image in images], canvas)
     return Batch(
-        images=_image_batch(images, pixel_mean, pixel_std, pad_to),
+        images=_image_batch(images, pad_to),
         boxes=_column(images, "boxes", "candidate boxes"),
         texts=pad_texts(texts, pad_id),
         image_index=_image_index(examples),
@@ -386,18 +384,12 @@ def pad_texts(texts: Sequence[TextExample], pad_id: int = 0) -> TextBatch:
     return TextBatch(input_ids, token_type_ids, attention_mask, summary, region_of_token)
 
 
-def _image_batch(
-    images: Sequence[ImageExample],
-    pixel_mean: Sequence[float],
-    pixel_std: Sequence[float],
-    pad_to: tuple[int, int] | None,
-) -> ImageBatch:
+def _image_batch(images: Sequence[ImageExample], pad_to: tuple[int, int] | None) -> ImageBatch:
     """Pixels and image sizes; only the sizes if features are precomputed."""
     names, original_sizes = [image.name for image in images], [image.image_transform.original_size for image in images]
     features = _column(images, "features", "precomputed features")
     if features is None:
-        pixels = [image.pixels for image in images]
-        return make_image_batch(pixels, original_sizes, names, pixel_mean, pixel_std, pad_to=pad_to)
+        return make_image_batch([image.pixels for image in images], original_sizes, names, pad_to)
     whole = _column(images, "image_feature", "a feature of the whole image")
     return ImageBatch(
         pixels=torch.zeros(len(images), 3, 0, 0),

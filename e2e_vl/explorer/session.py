@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from detector.errors import UserError
-from detector.images import ResizeRule, load_resized, mask_pixels, mask_rectangles
+from detector.images import ResizeRule, load_resized, mask_rectangles, normalise_images
 from e2e_vl.api.model import GREY, Answer, TrainedModel, box_marks
 from e2e_vl.drawing import BLUE, RED, Colour, draw_boxes, draw_heat_map
 from e2e_vl.samples import ImageBytes, Question
@@ -182,10 +182,9 @@ class Explorer:
             # mask the same pixels as pre-training does; a teacher sees the masked image too
             images = batch.images
             rectangles = mask_rectangles(before.boxes[list(hidden)], images.sizes[0].tolist(), "truncate")
-            pixels = mask_pixels(images.pixels, images.sizes, [rectangles.to(before.boxes.dtype)])
-            return dataclasses.replace(
-                batch, images=dataclasses.replace(images, pixels=pixels), boxes=[before.boxes.to(images.pixels.device)]
-            )
+            settings = self.model.network.detector.config.input
+            images = normalise_images(images, settings, [rectangles.to(before.boxes.dtype)])
+            return dataclasses.replace(batch, images=images, boxes=[before.boxes.to(images.pixels.device)])
 
         answer, output = self.model.ask_with_output(
             Question(photo.file, text), None if before is None else with_regions

@@ -22,7 +22,7 @@ from detector.checkpoint import CONFIG_NAME, find_weights, get_detector_class, l
 from detector.config import BACKENDS, DetectorConfig, SelectionRule
 from detector.errors import UserError, user_path
 from detector.faster_rcnn import TwoStageDetector
-from detector.images import ResizeRule, load_resized, make_image_batch, resize_boxes
+from detector.images import ResizeRule, load_resized, make_image_batch, normalise_images, resize_boxes
 from detector.roi_pooler import to_rois
 from detector.structures import FeatureMaps, ImageBatch, RoIFeatures
 from detector.zoo import PublishedWeights, find_published_weights, read_vocabulary, resolve_weights
@@ -93,14 +93,12 @@ class RegionExtractor:
             N records: with the rules "score" and "maxnms" best score first, with "maxconf" in the order of
             `select_max_conf`, with "given" in the given order.
         """
-        settings = self.detector.config.input
         batch = make_image_batch(
             [image.pixels for image in images],
             [image.original_size for image in images],
             [image.name for image in images],
-            settings.pixel_mean,
-            settings.pixel_std,
         ).to(next(self.detector.parameters()).device)
+        batch = normalise_images(batch, self.detector.config.input)
         maps = self.detector.features(batch)
         if self.settings.rule == "given":
             chosen = [_Chosen(torch.from_numpy(image.boxes).to(batch.pixels.device)) for image in images]

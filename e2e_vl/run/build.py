@@ -363,12 +363,6 @@ def build_loader(
     return ImageLoader(rules, boxes, reader)
 
 
-def build_collate(config: RunConfig, model: VisionLanguageModel) -> Callable[..., Batch]:
-    """The collate function, with the pixel mean and std of the model's detector and `data.canvas`."""
-    settings = model.detector.config.input
-    return partial(collate, pixel_mean=settings.pixel_mean, pixel_std=settings.pixel_std, canvas=config.data.canvas)
-
-
 def warn_of_random_boxes(settings: DetectorSettings) -> None:
     """Log a warning if predicted boxes are evaluated although nothing trained them."""
     if settings.proposes_at_random:
@@ -424,7 +418,7 @@ def build_run(config: RunConfig, *, writes: bool = True) -> Run:
                 f"phrases.weight is {config.phrases.weight}, but the texts of {config.data.name} have no phrases that "
                 f"the task {config.task.name} can learn from; {remedy}set it to 0."
             )
-    return Run(model, tokenizer, examples, build_collate(config, model), starts)
+    return Run(model, tokenizer, examples, partial(collate, canvas=config.data.canvas), starts)
 
 
 def build_eval_data(config: RunConfig, run: Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,11 +18,11 @@ from detector.errors import UserError
 from detector.io import write_json
 from detector.structures import Loss
 from e2e_vl.config import BoxSource, RunConfig
-from e2e_vl.data.batching import BatchLoader, ExampleDataset, GroupedBatchSampler, Unreadable
+from e2e_vl.data.batching import BatchLoader, ExampleDataset, GroupedBatchSampler, Unreadable, collate
 from e2e_vl.io import check_output, file_name, replace_nan
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.predictions import PhrasesOnly, Prediction, with_target, write_list
-from e2e_vl.run.build import Run, build_collate, build_examples, warn_of_random_boxes
+from e2e_vl.run.build import Run, build_examples, warn_of_random_boxes
 from e2e_vl.run.checkpoint import load_model, load_saved_config
 from e2e_vl.run.launch import gather_to_main, make_accelerator, on_main
 from e2e_vl.tasks.base import Task
@@ -259,9 +260,8 @@ def predict_texts(
         world_size=accelerator.num_processes,
     )
     skipped = None if unreadable is None else []
-    loader = BatchLoader(
-        examples, sampler, build_collate(config, model), workers=config.data.workers, unreadable=skipped
-    )
+    joined = functools.partial(collate, canvas=config.data.canvas)
+    loader = BatchLoader(examples, sampler, joined, workers=config.data.workers, unreadable=skipped)
     was_training = model.training
     model.eval()
     if accelerator.num_processes > 1:  # use the batch statistics of the main process, as `save_model` does

@@ -29,10 +29,10 @@ from e2e_vl.analysis.options import AnalysisOptions
 from e2e_vl.analysis.run import AnalysisArguments, caption_examples, replace_data
 from e2e_vl.cli.analyze_attention import main
 from e2e_vl.config import BoxSource, EncoderSettings, RunConfig, load_config, save_config
-from e2e_vl.data.batching import Request
+from e2e_vl.data.batching import Request, collate
 from e2e_vl.data.features import RegionFeatures, write_tsv
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.run.build import build_collate, build_model, read_training_texts
+from e2e_vl.run.build import build_model, read_training_texts
 from e2e_vl.run.checkpoint import save_model
 from e2e_vl.synthetic.config import SceneConfig
 from e2e_vl.synthetic.generate import make_scenes
@@ -118,7 +118,6 @@ def train_miniature(config: RunConfig, run: Path) -> None:
     model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
     examples = caption_examples(config, model, tokenizer, AnalysisArguments(run, "train", BoxSource.PRECOMPUTED), None)
     items = [examples[Request(group, tuple(texts))] for group, texts in enumerate(examples.groups)]
-    collate = build_collate(config, model)
     batches = [lesson(model, collate(items[start : start + 15])) for start in range(0, len(items), 15)]
     head = nn.Linear(model.encoder.hidden_size, WIDTH)
     learned = [*model.encoder.parameters(), *head.parameters()]

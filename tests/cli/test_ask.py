@@ -15,8 +15,8 @@ from PIL import Image
 import e2e_vl
 from e2e_vl.cli import main as tool
 from e2e_vl.config import save_config
-from e2e_vl.data.batching import Request
-from e2e_vl.run.build import build_collate, build_examples
+from e2e_vl.data.batching import Request, collate
+from e2e_vl.run.build import build_examples
 from e2e_vl.run.checkpoint import load_model
 from tests.cli.calls import ask, corners, data_root, first_image, is_picture, refused, tagged
 from tests.run.runs import predictions_of
@@ -88,7 +88,7 @@ def test_masked_words_get_what_the_model_says_there(pretraining_run, answered):
     words = text.record["text"].split()
     text.encoding.input_ids[2], text.targets.parts["masked_words"].labels[2] = tokenizer.mask_token_id, 0
     with torch.no_grad():
-        [shares] = model(build_collate(config, model)([example])).task.parts["masked_words"].softmax(dim=1)
+        [shares] = model(collate([example])).task.parts["masked_words"].softmax(dim=1)
 
     image, asked = text.record["file_name"], " ".join([words[0], "[MASK]", *words[2:]])
     answer, printed = answered(pretraining_run, image, asked, "--boxes", *corners(pretraining_run, image))

@@ -114,7 +114,7 @@ def test_a_text_may_be_about_two_images(tmp_path, tiny):
         assert one.image_transform.flipped == other.image_transform.flipped, "both images of a pair are augmented alike"
         assert one.pixels.shape[0] == other.pixels.shape[0]
         assert (one.box_classes.tolist(), other.box_classes.tolist()) == ([1], [2])
-    batch = collate([data[Request(0, (0,))], data[Request(1, (1, 2))]], (0, 0, 0), (1, 1, 1))
+    batch = collate([data[Request(0, (0,))], data[Request(1, (1, 2))]])
     assert batch.image_index.tolist() == [[0, 1], [2, 3], [2, 3]]
     assert [name.rpartition("/")[2] for name in batch.images.names] == ["0.png", "1.png", "1.png", "2.png"]
     (tmp_path / "2.png").unlink()

@@ -9,7 +9,6 @@ import pickle
 import tarfile
 import zipfile
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -104,7 +103,7 @@ def test_every_source_gives_whole_batches(root, tokenizer, files, source, boxes)
         assert len(dataset.groups) == SPLITS[split]
         assert sorted(text for group in dataset.groups for text in group) == list(range(len(dataset)))
         requests = [Request(number, tuple(group)) for number, group in enumerate(dataset.groups)]
-        batch = collate([dataset[request] for request in requests], (0, 0, 0), (1, 1, 1))
+        batch = collate([dataset[request] for request in requests])
         with_corpus = "corpus" in files and training
         assert len(batch) == len(batch.seeds) == len(dataset) * (2 if with_corpus else 1)
         captions = batch.image_index[:, 0] >= 0
@@ -128,10 +127,9 @@ def test_every_source_gives_whole_batches(root, tokenizer, files, source, boxes)
 def test_workers_read_what_one_process_reads(root, tokenizer, files, source):
     dataset = make(root, tokenizer, files, source)
     dataset[Request(0, (0,))]  # files are open before the workers are forked
-    joined = partial(collate, pixel_mean=(0, 0, 0), pixel_std=(1, 1, 1))
 
     def batches(workers: int) -> list[Batch]:
-        return list(BatchLoader(dataset, GroupedBatchSampler(dataset.groups, 2, 1, seed=3), joined, workers=workers))
+        return list(BatchLoader(dataset, GroupedBatchSampler(dataset.groups, 2, 1, seed=3), collate, workers=workers))
 
     assert plain(batches(0)) == plain(batches(2))
 

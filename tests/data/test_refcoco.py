@@ -152,7 +152,7 @@ def test_expressions_boxes_and_detections_line_up_with_real_photos(tmp_path):
         dataset = open_dataset(RefCOCODataset, settings, split, "gt")
         data = examples(dataset, preprocessor, "detections+gt", reader, resize=VL_BERT, with_objects=True)
         for requests in GroupedBatchSampler(data.groups, 2, shuffle=False):
-            batch = collate([data[request] for request in requests], (0, 0, 0), (1, 1, 1))
+            batch = collate([data[request] for request in requests])
             scales = batch.images.scales.repeat(1, 2)
             for row, record in enumerate(batch.records):
                 image, info = int(batch.image_index[row, 0]), instances[record["image_id"]]

@@ -100,8 +100,7 @@ def load_detector(folder: Path) -> FasterRCNN:
 def outputs(model: FasterRCNN) -> dict[str, Tensor]:
     """All outputs of the detector for an image: of given boxes, and of predicted ones."""
     pixels = np.random.default_rng(0).integers(0, 256, (80, 112, 3), dtype=np.uint8)
-    settings = model.config.input
-    batch = make_image_batch([pixels], [(80, 112)], ["image"], settings.pixel_mean, settings.pixel_std)
+    batch = make_image_batch([pixels], [(80, 112)], ["image"])
     boxes = torch.tensor([[3.0, 5, 60, 70], [40, 10, 110, 50]])
     given, found = model(batch, [boxes]), model(batch)
     results = {"features": given.features[0], "logits": given.class_logits[0], "boxes": found.boxes[0]}

@@ -18,7 +18,7 @@ from detector.checkpoint import load_weights
 from detector.config import AnchorConfig, DetectorConfig, flatten, load_tree
 from detector.errors import UserError
 from detector.faster_rcnn import FasterRCNN
-from detector.images import make_image_batch
+from detector.images import make_image_batch, normalise_images
 from detector.roi_pooler import to_rois
 from detector.rpn import AnchorGenerator, make_cell_anchors
 from detector.structures import DetectionTargets, ImageBatch, Regions, evaluation_mode
@@ -393,7 +393,7 @@ def pair(request: pytest.FixtureRequest) -> Pair:
     detector = FasterRCNN(config).double().eval()
     load_weights(detector, from_torchvision_detector(model.state_dict()), request.param)
     sizes = [image.shape[:2] for image in pixels]
-    batch = make_image_batch(pixels, sizes, ["a", "b"], config.input.pixel_mean, config.input.pixel_std)
+    batch = normalise_images(make_image_batch(pixels, sizes, ["a", "b"]), config.input)
     return Pair(model, detector, floats, dataclasses.replace(batch, pixels=batch.pixels.double()))
 
 

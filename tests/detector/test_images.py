@@ -8,8 +8,17 @@ import torch
 from PIL import Image
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
+from detector.config import InputConfig
 from detector.errors import MissingFileError, UserError
-from detector.images import ResizeRule, load_image, load_resized, make_image_batch, mask_pixels, resize_image
+from detector.images import (
+    ResizeRule,
+    load_image,
+    load_resized,
+    make_image_batch,
+    mask_pixels,
+    normalise_images,
+    resize_image,
+)
 
 
 def random_pixels(h: int = 24, w: int = 31, seed: int = 0) -> np.ndarray:
@@ -122,17 +131,22 @@ def test_target_size(rule: ResizeRule, size: tuple[int, int], expected: tuple[in
 
 def test_batch_is_padded_after_normalisation():
     images = [random_pixels(5, 9), random_pixels(8, 4, seed=1)]
-    mean, std = (100.0, 110.0, 120.0), (1.0, 2.0, 4.0)
-    batch = make_image_batch(images, [(50, 90), (16, 8)], ["a", "b"], mean, std)
-    expected = (images[0].astype(np.float32) - np.float32(mean)) / np.float32(std)
+    colours = InputConfig(pixel_mean=(100.3, 110.0, 120.0), pixel_std=(1.7, 2.0, 4.0))
+    given = make_image_batch(images, [(50, 90), (16, 8)], ["a", "b"])
+    batch = normalise_images(given, colours)
+    assert (given.pixels.dtype, batch.pixels.dtype) == (torch.uint8, torch.float32)
+    expected = (images[0].astype(np.float32) - np.float32(colours.pixel_mean)) / np.float32(colours.pixel_std)
     assert np.array_equal(batch.pixels[0, :, :5, :9].permute(1, 2, 0).numpy(), expected)
     assert not batch.pixels[0, :, 5:].any() and not batch.pixels[1, :, :, 4:].any()
     assert torch.allclose(batch.scales, torch.tensor([[0.1, 0.1], [0.5, 0.5]]))
-    larger = make_image_batch(images, [(50, 90), (16, 8)], ["a", "b"], mean, std, pad_to=(16, 12)).pixels
-    assert torch.equal(larger[:, :, :8, :9], batch.pixels) and larger.shape == (2, 3, 16, 12)
+    masks = [torch.tensor([[1.0, 2.0, 4.0, 5.0]]), torch.zeros(0, 4)]
+    masked = normalise_images(batch, colours, masks).pixels  # normalised pixels are not normalised again
+    assert torch.equal(masked, mask_pixels(batch.pixels, batch.sizes, masks)) and not torch.equal(masked, batch.pixels)
+    larger = make_image_batch(images, [(50, 90), (16, 8)], ["a", "b"], pad_to=(16, 12)).pixels
+    assert torch.equal(larger[:, :, :8, :9], given.pixels) and larger.shape == (2, 3, 16, 12)
     assert not larger[:, :, 8:].any() and not larger[:, :, :, 9:].any()
     with pytest.raises(ValueError, match=r"photo\.jpg.*5 x 9.*4 x 12"):
-        make_image_batch(images[:1], [(5, 9)], ["photo.jpg"], mean, std, pad_to=(4, 12))
+        make_image_batch(images[:1], [(5, 9)], ["photo.jpg"], pad_to=(4, 12))
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
@@ -141,16 +155,15 @@ def test_supported_formats(tmp_path: Path, kind: str):
     assert (load_image(tmp_path / "a") == 255).all()
 
 
-@pytest.mark.parametrize("fill", [None, torch.tensor([-1.0, -2.0, -3.0])])
-def test_only_the_boxes_of_each_image_are_filled(fill: torch.Tensor | None):
+def test_only_the_boxes_of_each_image_are_filled():
     pixels = torch.rand(3, 3, 10, 12) + 1
     before = pixels.clone()
     sizes = torch.tensor([[10, 12], [6, 5], [10, 12]])
     masks = [torch.tensor([[1.0, 2.0, 4.0, 5.0], [8.0, 8.0, 9.5, 9.0]]), torch.tensor([[3.0, 3.0, 50.0, 50.0]])]
-    masked = mask_pixels(pixels, sizes, [*masks, torch.zeros(0, 4)], fill)
-    expected, colour = before.clone(), 0 if fill is None else fill[:, None, None]
-    expected[0, :, 2:5, 1:4] = colour
-    expected[0, :, 8:9, 8:10] = colour
-    expected[1, :, 3:6, 3:5] = colour  # clipped to the image: padding is not filled
+    masked = mask_pixels(pixels, sizes, [*masks, torch.zeros(0, 4)])
+    expected = before.clone()
+    expected[0, :, 2:5, 1:4] = 0
+    expected[0, :, 8:9, 8:10] = 0
+    expected[1, :, 3:6, 3:5] = 0  # clipped to the image: padding is not filled
     assert torch.equal(masked, expected)
     assert torch.equal(pixels, before)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import e2e_vl
-from detector.images import mask_rectangles
+from detector.images import mask_rectangles, normalise_images
 from e2e_vl.drawing import PALETTE
 from e2e_vl.explorer.session import GREY, Explorer, Session, draw_answer, draw_regions, read_photo
 from e2e_vl.explorer.web_page import values
@@ -78,7 +78,7 @@ def test_the_pixels_of_hidden_regions_have_the_mean_colour_before_the_detector(e
     forward = explorer.model.network.detector.forward
 
     def watched(images, *args, **kwargs):
-        seen.append(images.pixels.clone())
+        seen.append(normalise_images(images, explorer.model.network.detector.config.input).pixels)
         return forward(images, *args, **kwargs)
 
     monkeypatch.setattr(explorer.model.network.detector, "forward", watched)

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from detector.boxes import is_larger, pairwise_iou
 from detector.config import DetectorConfig, SelectionRule
 from detector.faster_rcnn import FasterRCNN
-from detector.images import ResizeRule, load_resized, make_image_batch, resize_boxes
+from detector.images import ResizeRule, load_resized, make_image_batch, normalise_images, resize_boxes
 from detector.structures import ImageBatch
 from e2e_vl.config import ExtractionSettings, save_config
 from e2e_vl.data.features import RegionFeatures, open_features
@@ -93,8 +93,8 @@ def input_of(folder: Path, source: LoadedDetector):
 
 
 def network_input(source: LoadedDetector, image: InputImage) -> ImageBatch:
-    settings = source.detector.config.input
-    return make_image_batch([image.pixels], [image.original_size], ["x"], settings.pixel_mean, settings.pixel_std)
+    batch = make_image_batch([image.pixels], [image.original_size], ["x"])
+    return normalise_images(batch, source.detector.config.input)
 
 
 def test_features_of_the_proposal_with_a_refined_box(source, input_of):

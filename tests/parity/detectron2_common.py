@@ -18,7 +18,7 @@ from detector.boxes import is_larger
 from detector.checkpoint import load_weights
 from detector.config import DetectorConfig
 from detector.faster_rcnn import TwoStageDetector
-from detector.images import make_image_batch
+from detector.images import make_image_batch, normalise_images
 from detector.structures import ImageBatch, Regions
 from tests.parity.tolerances import NETWORK
 
@@ -60,13 +60,8 @@ class GoldenSet:
     def images(self, names: str = "input.{}.bgr_u8") -> ImageBatch:
         arrays = [image.numpy() for image in self.of_images(names)]
         config = DetectorConfig.from_yaml(self.config).input
-        return make_image_batch(
-            arrays,
-            [array.shape[:2] for array in arrays],
-            [f"image{number}" for number in range(self.num_images)],
-            config.pixel_mean,
-            config.pixel_std,
-        )
+        names = [f"image{number}" for number in range(self.num_images)]
+        return normalise_images(make_image_batch(arrays, [array.shape[:2] for array in arrays], names), config)
 
     def detector(self, **keys: Any) -> TwoStageDetector:
         """A detector with the set's weights, in evaluation mode; `keys` (MODEL__X__Y=value) change the config."""

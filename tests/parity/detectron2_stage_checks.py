@@ -231,9 +231,8 @@ def test_feature_of_a_resized_image(golden: GoldenSet, model: TwoStageDetector):
     for case in cases:
         source = golden[f"resize.{case}.input_bgr_u8"].numpy()
         height, width = golden[f"resize.{case}.output_bgr_u8"].shape[:2]
-        settings = model.config.input
         resized = np.array(resize_image(Image.fromarray(source), (height, width)))
-        batch = make_image_batch([resized], [source.shape[:2]], [case], settings.pixel_mean, settings.pixel_std)
+        batch = make_image_batch([resized], [source.shape[:2]], [case])
         with torch.no_grad():
             regions = model(batch, [torch.tensor([[0.0, 0.0, width, height]])])
         assert_near(regions.features[0], golden[f"resize.{case}.full_image_feature"])

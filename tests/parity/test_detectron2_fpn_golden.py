@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from detector.faster_rcnn import TwoStageDetector, pad_to_multiple
-from detector.images import make_image_batch
+from detector.images import make_image_batch, normalise_images
 from detector.roi_pooler import assign_levels, to_rois
 from detector.structures import ImageBatch
 from tests.parity import detectron2_common as common
@@ -127,8 +127,7 @@ def test_large_image(golden: GoldenSet, backends: ModuleType):
     features = {name: f"large.{name}" for name in FEATURES if f"large.{name}" in golden.tensors}
     for feature, key in (features | {"head": "large.pooled_features"}).items():
         model = golden.detector(MODEL__ROI_BOX_HEAD__REGION_FEATURE=feature)
-        config = model.config.input
-        batch = make_image_batch([pixels], [(height, width)], ["large"], config.pixel_mean, config.pixel_std)
+        batch = normalise_images(make_image_batch([pixels], [(height, width)], ["large"]), model.config.input)
         with torch.no_grad():
             regions, found = model(batch, given), model(batch)
             maps = model.features(batch)

@@ -13,8 +13,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from detector.boxes import best_class_boxes, max_conf, select_max_conf, select_max_nms
-from detector.config import SelectionRule
-from detector.images import ResizeRule, make_image_batch, mask_pixels, mask_rectangles, resize_boxes, resize_image
+from detector.config import InputConfig, SelectionRule
+from detector.images import ResizeRule, make_image_batch, mask_rectangles, normalise_images, resize_boxes, resize_image
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,8 @@ def test_batch(detectron2: dict[str, torch.Tensor], golden_root: Path):
     images = [detectron2[f"input.image{number}.bgr_u8"].numpy() for number in range(len(detectron2["pre.batch"]))]
     config = json.loads((golden_root / "detectron2" / "meta.json").read_text())["config_effective"]
     sizes = [image.shape[:2] for image in images]
-    batch = make_image_batch(images, sizes, ["a"] * len(images), config["PIXEL_MEAN"], config["PIXEL_STD"])
+    colours = InputConfig(pixel_mean=tuple(config["PIXEL_MEAN"]), pixel_std=tuple(config["PIXEL_STD"]))
+    batch = normalise_images(make_image_batch(images, sizes, ["a"] * len(images)), colours)
     assert torch.equal(batch.pixels, detectron2["pre.batch"])
     assert torch.equal(batch.sizes, detectron2["pre.image_sizes"])
 
@@ -113,6 +114,7 @@ def test_vl_bert_network_input(golden_root: Path):
     order = arrays["cc.class_scores"].amax(1).argsort(descending=True, stable=True)
     whole = torch.tensor([[0.0, 0.0, size[1] - 1.0, size[0] - 1.0]])
     limit = torch.tensor([new_size[1], new_size[0]] * 2) - 1.0
+    colours = InputConfig(pixel_mean=tuple(settings["pixel_means"]), pixel_std=(1.0, 1.0, 1.0))
     for number, case in enumerate(settings["cases"]):
         boxes = resize_boxes(torch.cat([whole, arrays["cc.boxes"][order]]), size, new_size)
         image = resized
@@ -121,9 +123,8 @@ def test_vl_bert_network_input(golden_root: Path):
             boxes[:, [0, 2]] = new_size[1] - 1 - boxes[:, [2, 0]]
         boxes = boxes.clamp(min=0).minimum(limit)
         is_masked = arrays[f"cc.{number}.mvrc_ops_before_truncation"] == 1
-        batch = make_image_batch([image], [size], ["cc"], settings["pixel_means"], [1, 1, 1])
         rectangles = mask_rectangles(boxes[is_masked], new_size, "truncate").to(boxes.dtype)
-        masked = mask_pixels(batch.pixels, batch.sizes, [rectangles])[0]
+        masked = normalise_images(make_image_batch([image], [size], ["cc"]), colours, [rectangles]).pixels[0]
         expected = arrays[f"cc.{number}.image"]
         assert torch.allclose(masked, expected, atol=1e-3), case
         assert torch.equal(masked == 0, expected == 0), case

@@ -12,7 +12,8 @@ import torch
 from PIL import Image
 from safetensors.numpy import load_file
 
-from detector.images import ResizeRule, mask_rectangles
+from detector.config import InputConfig
+from detector.images import ResizeRule, mask_rectangles, normalise_images
 from e2e_vl.config import BoxSource, DataSettings
 from e2e_vl.data.base import DataFiles, DataNeeds
 from e2e_vl.data.batching import ExampleDataset, Request, collate
@@ -84,7 +85,7 @@ def test_captions_image_boxes_classes_and_words_are_those_of_the_official_code(f
         rules = ImageRules((ResizeRule(short, long, "truncate"),), flip_probability=float(case["flip"]))
         dataset = ExampleDataset(captions, ImageLoader(rules, BoxSource.DETECTIONS), preprocessor)
         example = dataset[Request(0, (0,))]
-        batch = collate([example], facts["pixel_means"], (1, 1, 1))
+        batch = collate([example])
 
         boxes = arrays[f"cc.{number}.boxes"][1:]  # without the whole image
         np.testing.assert_allclose(batch.boxes[0][: len(boxes)].numpy(), boxes, rtol=1e-5, atol=1e-4)
@@ -99,7 +100,8 @@ def test_captions_image_boxes_classes_and_words_are_those_of_the_official_code(f
         hidden = torch.zeros(height, width, dtype=torch.bool)
         for x1, y1, x2, y2 in mask_rectangles(batch.boxes[0][masked], (height, width), "truncate").int().tolist():
             hidden[y1:y2, x1:x2] = True
-        pixels = batch.images.pixels[0].masked_fill(hidden, 0.0).numpy()
+        colours = InputConfig(pixel_mean=tuple(facts["pixel_means"]), pixel_std=(1.0, 1.0, 1.0))
+        pixels = normalise_images(batch.images, colours).pixels[0].masked_fill(hidden, 0.0).numpy()
         np.testing.assert_allclose(pixels, arrays[f"cc.{number}.image"], atol=1e-3)
 
         info = [width, height, *batch.images.scales[0].tolist(), 0]  # the last is the number of the sample

@@ -17,11 +17,11 @@ import e2e_vl
 from e2e_vl import parts
 from e2e_vl.cli import main as tool
 from e2e_vl.config import RunConfig, load_config
-from e2e_vl.data.batching import Request
+from e2e_vl.data.batching import Request, collate
 from e2e_vl.data.config import NoOptions
 from e2e_vl.io import read_log
 from e2e_vl.parts import Part
-from e2e_vl.run.build import build_collate, build_examples, build_run
+from e2e_vl.run.build import build_examples, build_run
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.evaluate import evaluate_run
 from e2e_vl.run.train import train
@@ -108,7 +108,7 @@ def test_a_data_set_and_a_task_about_two_images(settings, tmp_path, capsys):
 
     config, model, tokenizer = load_model(run)
     data = build_examples(config, model, tokenizer, "val", boxes="gt")
-    batch = build_collate(config, model)([data[Request(number, tuple(data.groups[number]))] for number in (0, 1)])
+    batch = collate([data[Request(number, tuple(data.groups[number]))] for number in (0, 1)])
     assert batch.image_index.tolist() == [[0, 1], [0, 1], [2, 3], [2, 3]]
     counts = [len(boxes) for boxes in batch.boxes]
     output = model(batch)

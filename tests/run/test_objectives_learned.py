@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from e2e_vl.config import RunConfig, SyntheticSettings
-from e2e_vl.data.batching import Request
-from e2e_vl.run.build import build_collate, build_examples
+from e2e_vl.data.batching import Request, collate
+from e2e_vl.run.build import build_examples
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.train import train
 from e2e_vl.structures import ModelOutput
@@ -73,7 +73,7 @@ def learned(config: RunConfig) -> dict[str, tuple[float, float]]:
     config, model, tokenizer = load_model(Path(config.output))
     [boxes] = config.eval.boxes
     data = build_examples(config, model, tokenizer, "val", boxes=boxes)
-    batch = build_collate(config, model)([data[Request(*group)] for group in enumerate(map(tuple, data.groups))])
+    batch = collate([data[Request(*group)] for group in enumerate(map(tuple, data.groups))])
     with torch.no_grad():
         output = model(batch)
     found = {}

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from detector.structures import ImageBatch
 from e2e_vl.config import BoxSource, RunConfig, load_config
-from e2e_vl.data.batching import Request
-from e2e_vl.run.build import build_collate, build_examples, build_model, build_run, build_tokenizer, make_synthetic_data
+from e2e_vl.data.batching import Request, collate
+from e2e_vl.run.build import build_examples, build_model, build_run, build_tokenizer, make_synthetic_data
 from e2e_vl.run.checkpoint import load_model, save_model
 from e2e_vl.run.train import train
 from e2e_vl.structures import Batch, TextBatch
@@ -111,7 +111,7 @@ def named_colours(run: Path, *overrides: str) -> float:
                 truth.append(int(ids[is_colour][0]))
     assert len(examples) > 50
     with torch.no_grad():
-        logits = model(build_collate(config, model)(examples)).task.parts["masked_words"]
+        logits = model(collate(examples)).task.parts["masked_words"]
     return float((colours[logits[:, colours].argmax(dim=1)] == torch.tensor(truth)).float().mean())
 
 
