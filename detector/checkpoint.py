@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from detector.config import NORM_EPS, DetectorConfig
 from detector.errors import MissingFileError, UserError, first_line
-from detector.faster_rcnn import FasterRCNN, TwoStageDetector
 from detector.io import atomic_file, read_json, read_pickle, write_text
 from detector.rpn import configured_cell_anchors
 from detector.structures import Detector
@@ -53,15 +52,6 @@ EXPECT: dict[str, dict[str, Sequence[str]]] = {
     "no_attributes": {"allow_unexpected": (*UNUSED_KEYS, *ATTRIBUTE_HEAD), "allow_missing": ATTRIBUTE_HEAD},
     "backbone": {},  # `load_checkpoint` sets `only`
 }
-
-
-def get_detector_class(backend: Literal["builtin", "detectron2"]) -> type[TwoStageDetector]:
-    """Return the detector class of a backend."""
-    if backend == "builtin":
-        return FasterRCNN
-    from detector.detectron2_backend import Detectron2Detector  # Detectron2 is optional
-
-    return Detectron2Detector
 
 
 @dataclasses.dataclass(frozen=True)

@@ -79,16 +79,16 @@ MOBILENET_BACKBONE = "build_mobilenet_v3_large_fpn_backbone"  # Detectron2 does 
 RES5_HEADS, STANDARD_HEADS = "Res5ROIHeads", "StandardROIHeads"
 STAGES = ("res2", "res3", "res4", "res5")
 NORM_EPS = 1e-5  # epsilon of frozen batch norms, as in Detectron2
-BACKENDS = ("builtin", "detectron2")  # implementations of the detector, see `get_detector_class`
+BACKENDS = ("builtin", "detectron2")  # detectors that this file configures
 EXPECTED_PARTS = ("all", "no_attributes", "backbone")  # what a weights file must contain, see `EXPECT` in checkpoint.py
 
 # Types of fields. Some special values of Detectron2 are not supported (MIN_SIZE_TEST 0, DETECTIONS_PER_IMAGE -1).
-PositiveInt = Annotated[int, Meta(gt=0)]
+PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
-FractionBelowOne = Annotated[float, Meta(ge=0, lt=1)]
+Dropout = Annotated[float, Meta(ge=0, lt=1)]
 ConvDims = Annotated[tuple[Annotated[int, Meta(ge=-1)], ...], Meta(min_length=1)]
 BoxWeights = tuple[PositiveFloat, PositiveFloat, PositiveFloat, PositiveFloat]
 FloatLists = tuple[Annotated[tuple[PositiveFloat, ...], Meta(min_length=1)], ...]
@@ -111,15 +111,16 @@ def merge_bases(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
     bases = tree.get("_BASE_", [])
     merged: dict[str, Any] = {}
     for base in [bases] if isinstance(bases, str) else bases:
-        merged = _merge(merged, load_tree(folder / user_path(base)))
-    return _merge(merged, {key: value for key, value in tree.items() if key != "_BASE_"})
+        merged = merge(merged, load_tree(folder / user_path(base)))
+    return merge(merged, {key: value for key, value in tree.items() if key != "_BASE_"})
 
 
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
+def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Merge nested settings; `above` overrides `below`."""
+    merged = dict(below)
+    for key, value in above.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else value
+        merged[key] = merge(merged[key], value) if both else value
     return merged
 
 
@@ -237,7 +238,7 @@ class AnchorConfig(Struct, frozen=True, rename=_under("MODEL.ANCHOR_GENERATOR"))
 
     sizes: FloatLists = ((32.0, 64.0, 128.0, 256.0, 512.0),)
     aspect_ratios: FloatLists = ((0.5, 1.0, 2.0),)
-    offset: FractionBelowOne = 0.0
+    offset: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     cell_anchors: tuple[tuple[float, float, float, float], ...] = ()
     strides: Literal["fixed", "image"] = "fixed"
 
@@ -353,7 +354,7 @@ class R2CConfig(Struct, frozen=True, rename=_under("MODEL.R2C")):
     feature_dim: NonNegativeInt = 0
     mask_channels: PositiveInt = 32
     class_dim: NonNegativeInt = 128
-    dropout: FractionBelowOne = 0.1
+    dropout: Dropout = 0.1
     canvas: tuple[PositiveInt, PositiveInt] | None = None
     frozen_statistics: Literal["stored", "batch"] = "stored"
 

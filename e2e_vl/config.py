@@ -22,24 +22,20 @@ import msgspec
 import yaml
 from msgspec import Meta
 
-from detector.config import DetectorConfig, SelectionRule
-from detector.errors import UserError, user_path
-from detector.io import decode_yaml, read_yaml, write_text
-from detector.zoo import PublishedWeights, resolve_weights
-from e2e_vl.parts import (
-    DATASETS,
-    DETECTORS,
-    ENCODERS,
-    TASKS,
+from detector.config import (
+    DetectorConfig,
+    Fraction,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Probability,
-    Settings,
-    check_name,
-    set_part_config,
+    SelectionRule,
+    merge,
 )
+from detector.errors import UserError, user_path
+from detector.io import decode_yaml, read_yaml, write_text
+from detector.zoo import PublishedWeights, resolve_weights
+from e2e_vl.parts import DATASETS, DETECTORS, ENCODERS, TASKS, Settings, check_name, set_part_config
 from e2e_vl.synthetic.config import SyntheticConfig
 
 
@@ -132,7 +128,7 @@ class DataSettings(Settings, frozen=True):
     # [short, long] edge of the smallest canvas that images are padded to, pixels; None = pad to the largest image in
     # the batch
     canvas: tuple[PositiveInt, PositiveInt] | None = None
-    flip: Probability = 0.5  # of mirroring a training image
+    flip: Fraction = 0.5  # of mirroring a training image
     # precomputed features: flip boxes and swap words although the features are unflipped (official VL-BERT code); False
     # forbids `flip` with them
     mirror_precomputed: bool = False
@@ -441,15 +437,6 @@ def parse_override(word: str) -> Tree:
 def parse_overrides(words: Iterable[str]) -> Tree:
     """Read `key=value` arguments as nested settings; later ones override earlier ones."""
     return functools.reduce(merge, map(parse_override, words), {})
-
-
-def merge(below: Tree, above: Tree) -> Tree:
-    """Merge nested settings; `above` overrides `below`."""
-    merged = dict(below)
-    for key, value in above.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = merge(merged[key], value) if both else value
-    return merged
 
 
 def differences(first: Any, second: Any, prefix: str = "") -> list[str]:

@@ -170,13 +170,13 @@ def looks_like_hub_name(name: str) -> bool:
     return not (slash and Path(owner).exists())  # "runs/old" beside an existing folder "runs" is a path
 
 
-def is_hub_model(source: str | Path) -> bool:
-    """Whether a source is a model on the Hub (`owner/name`), not a run directory or a saved model, which must exist."""
+def find_run(source: str | Path) -> Path | None:
+    """The path of a run directory or a saved model, which must exist; None for a model on the Hub (`owner/name`)."""
     path = user_path(source, "The run")
     if not path.exists() and "/" in str(source) and looks_like_hub_name(str(source)):
-        return True
+        return None
     find_model_folder(path)
-    return False
+    return path
 
 
 def find_model_folder(folder: Path) -> Path:
@@ -186,7 +186,7 @@ def find_model_folder(folder: Path) -> Path:
         return folder
     if not (folder / "model" / "config.yaml").is_file():
         raise MissingFileError(
-            f"{folder} contains no trained model (no model/config.yaml); give a run directory of tools/train.py."
+            f"{folder} contains no trained model (no model/config.yaml); give a run directory of `e2e-vl train`."
         )
     return folder / "model"
 

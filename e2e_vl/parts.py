@@ -10,21 +10,11 @@ import dataclasses
 import difflib
 import pkgutil
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-from msgspec import Meta
 
 from detector.errors import UserError
-
-# Types of settings.
-
-PositiveInt = Annotated[int, Meta(ge=1)]
-NonNegativeInt = Annotated[int, Meta(ge=0)]
-PositiveFloat = Annotated[float, Meta(gt=0)]
-NonNegativeFloat = Annotated[float, Meta(ge=0)]
-Probability = Annotated[float, Meta(ge=0, le=1)]
-Dropout = Annotated[float, Meta(ge=0, lt=1)]
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -8,20 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 import msgspec
-from msgspec import Meta
 
 from detector.errors import UserError
 from detector.io import read_json, write_text
+from e2e_vl.io import Count, FourNumbers, Score, Side
 
-Count = Annotated[int, Meta(ge=0)]
-Side = Annotated[int, Meta(ge=1)]  # of an image, pixels
-Score = Annotated[float, Meta(ge=0, le=1.0001)]  # a probability; sums in float32 exceed 1 by a little
-Pixel = Annotated[float, Meta(ge=-1e9, le=1e9)]
-Box = tuple[Pixel, Pixel, Pixel, Pixel]  # xyxy
-Id = int | str
+Box = FourNumbers  # xyxy
 Ranked = tuple[tuple[str, Score], ...]  # answers with their scores, best first
 
 ONLY_PHRASES = "only_phrases"  # key of the record of a text that has phrases and no target of the task

@@ -184,12 +184,12 @@ class AnalysisResults:
             "graphs": graphs,
         }
 
-    def relation_rows(self, graph: str, measure: str = RELATIONS) -> list[dict[str, Any]]:
+    def relation_rows(self, graph: str) -> list[dict[str, Any]]:
         """The shown relations as rows of the paper's table 2: baselines and the best active head of each."""
         rows = []
         for label in self.relations[graph]:
-            sums = self.get_sums(graph, measure, label)
-            place = self.best_active_head(graph, measure, label)
+            sums = self.get_sums(graph, RELATIONS, label)
+            place = self.best_active_head(graph, RELATIONS, label)
             rows.append(
                 {
                     "relation": label,

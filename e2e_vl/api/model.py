@@ -29,7 +29,7 @@ from e2e_vl.data.user_inputs import read_boxes, require_inside, validate_boxes
 from e2e_vl.drawing import choose_box_colours, draw_boxes
 from e2e_vl.examples import Example
 from e2e_vl.extraction.regions import RANDOM_BOXES, LoadedDetector, extract_image
-from e2e_vl.io import is_hub_model
+from e2e_vl.io import find_run
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.parts import DATASETS
 from e2e_vl.predictions import Box, GroundedPhrase, Prediction, Ranked
@@ -728,8 +728,8 @@ def _answer_position(output: ModelOutput, text: int) -> int:
 
 def load(source: str | Path, device: str | torch.device | None = None) -> TrainedModel:
     """Load a run directory, a saved model folder, or a model of the Hugging Face hub; see `e2e_vl.load`."""
-    if not is_hub_model(source):
-        return TrainedModel.from_folder(user_path(source), device)
+    if (folder := find_run(source)) is not None:
+        return TrainedModel.from_folder(folder, device)
     try:
         folder = snapshot_download(str(source))
     except (OSError, ValueError) as error:  # no such model, no connection, or offline

@@ -34,7 +34,7 @@ from detector.errors import UserError
 from detector.io import read_json, write_json
 from e2e_vl.cli.main import make_parser, print_errors
 from e2e_vl.data.user_inputs import IMAGE_SUFFIXES, read_boxes
-from e2e_vl.io import is_hub_model, write_png
+from e2e_vl.io import find_run, write_png
 from e2e_vl.samples import Question
 
 if TYPE_CHECKING:  # at run time it would import torch
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for answer.json and pictures")
     args = parser.parse_args(argv)
     questions = read_questions(args)
-    is_hub_model(args.run)  # raises an error if the run is missing
+    find_run(args.run)  # raises an error if the run is missing
     from e2e_vl.api.model import load  # late: imports torch
 
     model = load(args.run)

@@ -19,7 +19,7 @@ import sys
 
 from detector.errors import UserError
 from e2e_vl.cli.main import make_parser, print_errors
-from e2e_vl.io import is_hub_model
+from e2e_vl.io import find_run
 
 LOOPBACK = "127.0.0.1"
 
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
             f"--host {args.host} lets other machines use this page without a password; add --open-to-network if "
             f"you want that, or leave --host at {LOOPBACK}."
         )
-    is_hub_model(args.run)  # raises an error if the run is missing
+    find_run(args.run)  # raises an error if the run is missing
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
     if importlib.util.find_spec("gradio") is None:
         raise UserError('The explorer needs gradio; install it with pip install "e2e-vl[explore]".')

@@ -307,7 +307,6 @@ def collate(
     *,
     pad_to: tuple[int, int] | None = None,
     canvas: Sequence[int] | None = None,
-    pad_id: int = 0,
 ) -> Batch:
     """Pad images and texts, and compute the image index of each text.
 
@@ -316,7 +315,6 @@ def collate(
         pad_to: (height, width) of the padded images; None = the largest in the batch.
         canvas: (short edge, long edge) in pixels of the smallest canvas of an image, see `canvas_size`; images are
             padded to the largest canvas in the batch. None = pad to the largest image. `pad_to` takes precedence.
-        pad_id: wordpiece id of the padding.
 
     Returns:
         The batch: N images and M texts in the order of the examples, `image_index` [M, I], padded with -1.
@@ -328,7 +326,7 @@ def collate(
     return Batch(
         images=_image_batch(images, pad_to),
         boxes=_column(images, "boxes", "candidate boxes"),
-        texts=pad_texts(texts, pad_id),
+        texts=pad_texts(texts),
         image_index=_image_index(examples),
         targets=_targets(texts),
         detection_targets=_detection_targets(images),
@@ -360,7 +358,7 @@ def canvas_size(sizes: Sequence[tuple[int, int]], canvas: Sequence[int]) -> tupl
     return max(heights), max(widths)
 
 
-def pad_texts(texts: Sequence[TextExample], pad_id: int = 0) -> TextBatch:
+def pad_texts(texts: Sequence[TextExample]) -> TextBatch:
     """Pad M texts on the right ([PAD] is 0 in BERT's vocabularies).
 
     Returns:
@@ -368,7 +366,7 @@ def pad_texts(texts: Sequence[TextExample], pad_id: int = 0) -> TextBatch:
     """
     lengths = [len(text.encoding.input_ids) for text in texts]
     shape = (len(texts), max(lengths, default=0) or 1)
-    input_ids = torch.full(shape, pad_id, dtype=torch.int64)
+    input_ids = torch.zeros(shape, dtype=torch.int64)
     token_type_ids = torch.zeros(shape, dtype=torch.int64)
     attention_mask = torch.zeros(shape, dtype=torch.bool)
     has_regions = any(text.region_of_token is not None for text in texts)

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from detector.config import Fraction, PositiveInt
 from detector.errors import UserError
-from e2e_vl.parts import DATASETS, PositiveInt, Probability, Settings, set_part_config
+from e2e_vl.parts import DATASETS, Settings, set_part_config
 
 # a file name with the image id (a string) as a placeholder: "{id}.jpg", or "{id:0>12}.jpg" with leading zeros
 ImageName = Annotated[str, Meta(pattern=r"\{id(:[^{}d]*)?\}")]
@@ -118,7 +119,7 @@ class CaptionOptions(Settings, frozen=True):
     use_corpus: bool = True
     use_images: bool = True
     cache: str | None = None
-    min_object_score: Probability = 0.7
+    min_object_score: Fraction = 0.7
 
 
 class GenomeOptions(Settings, frozen=True):

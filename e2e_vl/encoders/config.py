@@ -10,8 +10,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from detector.config import Dropout, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from detector.errors import UserError
-from e2e_vl.parts import Dropout, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings
+from e2e_vl.parts import Settings
 
 Activation = Literal["gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu", "tanh"]
 

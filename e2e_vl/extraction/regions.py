@@ -18,7 +18,7 @@ from torch import Tensor
 from torchvision.ops import batched_nms, clip_boxes_to_image, nms
 
 from detector.boxes import best_class_boxes, decode_deltas, is_larger, select_max_conf, select_max_nms, select_regions
-from detector.checkpoint import CONFIG_NAME, find_weights, get_detector_class, load_checkpoint
+from detector.checkpoint import CONFIG_NAME, find_weights, load_checkpoint
 from detector.config import BACKENDS, DetectorConfig, SelectionRule
 from detector.errors import UserError, user_path
 from detector.faster_rcnn import TwoStageDetector
@@ -31,6 +31,7 @@ from e2e_vl.data.features import RegionFeatures
 from e2e_vl.data.user_inputs import GivenBoxes, require_inside
 from e2e_vl.examples import ImageTransform
 from e2e_vl.io import find_model_folder
+from e2e_vl.parts import DETECTORS
 from e2e_vl.samples import AnnotatedObjects, ImageBytes
 
 SAME_PLACE = 0.7  # IoU above which the rule "score" merges two detections
@@ -275,7 +276,7 @@ def open_detector(
         seed: seed of the random values.
     """
     backend = backend or "builtin"
-    cls = get_detector_class(backend)
+    cls = DETECTORS[backend].cls
     settings = DetectorConfig.from_yaml(config)
     weights = None if weights is None else find_weights(weights)  # before the network is built, which takes seconds
     if max_proposals is not None:

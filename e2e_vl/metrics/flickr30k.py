@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from detector.boxes import pairwise_iou
-from e2e_vl.predictions import Box, Count, Id, Prediction, Score, write_list
+from e2e_vl.io import Count, Id, Score
+from e2e_vl.predictions import Box, Prediction, write_list
 
 MIN_IOU = 0.5
 RECALLS = (1, 5, 10)  # k of "R@k"

@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from e2e_vl.predictions import Id, Prediction, Ranked, Score, write_list
+from e2e_vl.io import Id, Score
+from e2e_vl.predictions import Prediction, Ranked, write_list
 
 OPEN = "query"  # the structural type of open questions; all others are binary
 COMMON = ("color", "material", "shape")  # choices of questions such as "What do both have in common?"

@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from detector.errors import UserError
-from e2e_vl.predictions import Box, Id, Prediction, Score, write_list
+from e2e_vl.io import Id, Score
+from e2e_vl.predictions import Box, Prediction, write_list
 
 THRESHOLD = 0.5
 # tolerance for an IoU of exactly 0.5, which may have a rounding error

@@ -14,7 +14,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from e2e_vl.predictions import Id, Prediction, Ranked, Score, write_list
+from e2e_vl.io import Id, Score
+from e2e_vl.predictions import Prediction, Ranked, write_list
 
 UNKNOWN = "<unk>"  # an entry of some vocabularies, which always scores 0
 

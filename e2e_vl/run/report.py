@@ -20,9 +20,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
-from detector.config import DetectorConfig
+from detector.config import DetectorConfig, merge
 from detector.io import decode_yaml, read_json, write_text
-from e2e_vl.config import DataSettings, EncoderSettings, RunConfig, TaskSettings, differences, merge
+from e2e_vl.config import DataSettings, EncoderSettings, RunConfig, TaskSettings, differences
 from e2e_vl.io import file_name, read_log, read_text
 from e2e_vl.predictions import Prediction, read_predictions, with_target
 from e2e_vl.run.evaluate import MetricName

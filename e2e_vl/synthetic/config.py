@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from detector.config import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt
 from detector.errors import UserError
-from e2e_vl.parts import NonNegativeFloat, NonNegativeInt, PositiveInt, Probability, Settings
+from e2e_vl.parts import Settings
 
 Shape = Literal["circle", "square", "triangle", "star", "cross", "diamond"]
 Colour = Literal["red", "yellow", "green", "blue", "purple", "white"]
@@ -72,8 +73,8 @@ class LanguageConfig(Settings, frozen=True):
 class ImitatedDetectorConfig(Settings, frozen=True):
     """Errors of the imitated detector."""
 
-    missed: Probability = 0.04  # share of objects without a detection
-    wrong_category: Probability = 0.05  # share of detections with another category
+    missed: Fraction = 0.04  # share of objects without a detection
+    wrong_category: Fraction = 0.05  # share of detections with another category
     false_alarms: NonNegativeInt = 3  # maximum number of boxes per image without an object
 
 

@@ -388,15 +388,16 @@ def without(values: Sequence[str], value: str) -> list[str]:
 
 _LINKS = {"near": "next to", "in front": "in front of", "behind": "behind"}
 _ATTEMPTS = 20
+CAPTIONS = 5  # of a scene
 
 
-def draw_captions(graph: SceneGraph, rng: np.random.Generator, count: int = 5) -> list[str]:
-    """Up to `count` different captions; each is true of the scene, and may be true of other scenes."""
+def draw_captions(graph: SceneGraph, rng: np.random.Generator) -> list[str]:
+    """Up to `CAPTIONS` different captions; each is true of the scene, and may be true of other scenes."""
     count_shapes, count_colours = partial(_count, "shape", "{}", None), partial(_count, "colour", "{} shape", 3)
     kinds = (count_shapes, count_colours, _name_some, _relate_two, _name_some)
     captions: dict[str, None] = {}
-    for i in range(_ATTEMPTS * count):
-        if len(captions) == count:
+    for i in range(_ATTEMPTS * CAPTIONS):
+        if len(captions) == CAPTIONS:
             break
         caption = kinds[(i + i // len(kinds)) % len(kinds)](graph, rng)
         if caption is not None:

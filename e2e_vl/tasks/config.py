@@ -7,18 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from detector.config import Dropout, Fraction, NonNegativeFloat, PositiveInt
 from detector.errors import UserError
-from e2e_vl.parts import (
-    OBJECTIVES,
-    TASKS,
-    Dropout,
-    NonNegativeFloat,
-    PositiveInt,
-    Probability,
-    Settings,
-    check_name,
-    decode,
-)
+from e2e_vl.parts import OBJECTIVES, TASKS, Settings, check_name, decode
 
 NewLayers = Literal["official", "normal"]
 MaskAt = Literal["corners", "centres"]
@@ -214,7 +205,7 @@ class MaskedWordsConfig(ObjectiveConfig, frozen=True):
 
     name: ClassVar[str] = "masked_words"
     weight: NonNegativeFloat = 1.0
-    probability: Probability = 0.15  # probability that a word is chosen
+    probability: Fraction = 0.15  # probability that a word is chosen
     always_mask: bool = False  # replace all chosen words by [MASK] (paper), not only 80 % (official code)
     # mask whole words (VL-BERT); False: mask each wordpiece independently (VisualBERT, LXMERT)
     whole_words: bool = True
@@ -317,12 +308,12 @@ class PretrainingConfig(Settings, frozen=True):
     # name of an objective, see `OBJECTIVES` in `e2e_vl/parts.py` -> its config, or only its weight; a weight of 0 turns
     # it off. Objectives that are not listed have their default config.
     objectives: dict[str, Any] = {}
-    region_probability: Probability = 0.15  # probability that a region is chosen for prediction
+    region_probability: Fraction = 0.15  # probability that a region is chosen for prediction
     # probability that a chosen region is masked; 1.0 in the paper
-    mask_probability: Probability = 0.9
+    mask_probability: Fraction = 0.9
     # probability that a chosen region gets the feature of another region instead (LXMERT's official code:
     # mask_probability 0.8, replace_probability 0.1)
-    replace_probability: Probability = 0.0
+    replace_probability: Fraction = 0.0
     # source of the region labels: "frozen" = a copy of the initial detector; "current" = the detector in training;
     # "file" = class distributions in the data
     teacher: Literal["frozen", "current", "file"] = "frozen"

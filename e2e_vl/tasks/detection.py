@@ -26,7 +26,8 @@ from detector.images import load_image
 from detector.structures import Detector
 from e2e_vl.drawing import BLUE, GREEN, RED, Colour, draw_boxes
 from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, stacked
-from e2e_vl.predictions import Box, Id, Prediction, Score
+from e2e_vl.io import Id, Score
+from e2e_vl.predictions import Box, Prediction
 from e2e_vl.samples import Categories, DatasetInfo, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.tasks.base import PredictionSummary, Task

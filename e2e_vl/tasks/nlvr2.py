@@ -29,7 +29,8 @@ from detector.io import write_text
 from detector.structures import Loss
 from e2e_vl.drawing import draw_side_by_side
 from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, stacked
-from e2e_vl.predictions import Prediction, Ranked, Score
+from e2e_vl.io import Score
+from e2e_vl.predictions import Prediction, Ranked
 from e2e_vl.samples import CorrectChoice, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import Head, PredictionSummary, Sizes, Task, Transform

@@ -29,7 +29,8 @@ from detector.io import atomic_file
 from detector.structures import Detector, Loss
 from e2e_vl.drawing import draw_boxes
 from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, TextPhrases, stacked
-from e2e_vl.predictions import ONLY_PHRASES, Box, Prediction, Ranked, Score
+from e2e_vl.io import Score
+from e2e_vl.predictions import ONLY_PHRASES, Box, Prediction, Ranked
 from e2e_vl.samples import (
     AnnotatedObjects,
     ChoiceText,

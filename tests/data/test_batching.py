@@ -343,8 +343,8 @@ def test_examples_that_do_not_go_together():
 def test_texts_are_padded_at_the_end():
     one = text(encoding=encoding([2, 9, 3], [0, 1, 1], summary=1))
     other = text(encoding=encoding([2, 3], summary=0), region_of_token=np.array([1, -1]))
-    batch = join(Example([image()], [one, other]), pad_id=7).texts
-    assert batch.input_ids.tolist() == [[2, 9, 3], [2, 3, 7]]
+    batch = join(Example([image()], [one, other])).texts
+    assert batch.input_ids.tolist() == [[2, 9, 3], [2, 3, 0]]
     assert batch.token_type_ids.tolist() == [[0, 1, 1], [0, 0, 0]]
     assert batch.attention_mask.tolist() == [[True] * 3, [True, True, False]]
     assert batch.summary.tolist() == [1, 0] and batch.summary.dtype == torch.int64

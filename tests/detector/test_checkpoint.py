@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from detector.checkpoint import get_detector_class, load_checkpoint, load_weights, read_tensors, save_weights
+from detector.checkpoint import load_checkpoint, load_weights, read_tensors, save_weights
 from detector.config import DetectorConfig
 from detector.errors import MissingFileError, UserError
 from detector.faster_rcnn import FasterRCNN
+from e2e_vl.parts import DETECTORS
 from tests.detector import published
 
 TREE = {
@@ -115,5 +116,5 @@ def test_without_detectron2_choosing_it_says_how_to_install_it(monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "detectron2", None)  # makes `import detectron2` fail, installed or not
     monkeypatch.delitem(sys.modules, "detector.detectron2_backend", raising=False)
     with pytest.raises(UserError, match="python -m pip install 'git"):
-        get_detector_class("detectron2")
-    assert get_detector_class("builtin") is FasterRCNN
+        DETECTORS["detectron2"].cls  # noqa: B018
+    assert DETECTORS["builtin"].cls is FasterRCNN
