@@ -158,7 +158,7 @@ class AttentionStatistics:
         self.counts.update(other.counts)
         self.texts += other.texts
 
-    def labels(self, graph: str, measure: str, options: AnalysisOptions) -> list[str]:
+    def most_common_relations(self, graph: str, measure: str, options: AnalysisOptions) -> list[str]:
         """The most common relations of a measure, by descending number of examples."""
         found = {
             key.label: sums.examples for key, sums in self.sums.items() if (key.graph, key.measure) == (graph, measure)

@@ -85,10 +85,10 @@ class HeadSums:
         """Mean total attention on the allowed choices."""
         return self.attention / max(self.count, 1)
 
-    def baseline(self, name: str) -> float:
+    def baseline_accuracy(self, name: str) -> float:
         return self.baselines[name] / max(self.count, 1)
 
-    def best(self, allowed: Bool[Tensor, "layers heads"] | None = None) -> tuple[int, int] | None:
+    def best_head(self, allowed: Bool[Tensor, "layers heads"] | None = None) -> tuple[int, int] | None:
         """Layer and head with the highest accuracy among the allowed heads (None: all); ties go to the first.
 
         None without examples, or without an allowed head.

@@ -102,7 +102,7 @@ class AnalysisResults:
         notes.append("If several regions have the highest attention or baseline score, the first one counts.")
         return notes
 
-    def active(self, graph: str, measure: str, label: str = ALL) -> Bool[Tensor, "layers heads"]:
+    def active_heads(self, graph: str, measure: str, label: str = ALL) -> Bool[Tensor, "layers heads"]:
         """The active heads of a measure, see `options.active_over`; all False without examples."""
         own = sums = self.get_sums(graph, measure, label)
         if self.options.active_over == "entities" and REQUIRED_BLOCK[measure] is AttentionBlock.WORDS_TO_REGIONS:
@@ -114,7 +114,7 @@ class AnalysisResults:
     def best_active_head(self, graph: str, measure: str, label: str = ALL) -> tuple[int, int] | None:
         """Layer and head of the active head with the highest accuracy; None without examples or an active head."""
         sums = self.get_sums(graph, measure, label)
-        return None if sums is None else sums.best(self.active(graph, measure, label))
+        return None if sums is None else sums.best_head(self.active_heads(graph, measure, label))
 
     def summary(self, graph: str, measure: str, label: str = ALL) -> dict[str, Any]:
         """One measure as a JSON-ready dict: its best heads and baselines."""
@@ -122,9 +122,9 @@ class AnalysisResults:
         found: dict[str, Any] = {
             "examples": sums.examples,
             "denominator": sums.count,
-            "baselines": {name: sums.baseline(name) for name in sums.baselines},
+            "baselines": {name: sums.baseline_accuracy(name) for name in sums.baselines},
         }
-        places = {"best_head": sums.best(), "best_active_head": self.best_active_head(graph, measure, label)}
+        places = {"best_head": sums.best_head(), "best_active_head": self.best_active_head(graph, measure, label)}
         for name, place in places.items():
             found[name] = None
             if place is not None:
@@ -135,8 +135,8 @@ class AnalysisResults:
                 }
         return found
 
-    def lines(self) -> list[str]:
-        """A text summary: one line per graph and measure, then the notes."""
+    def summary_lines(self) -> list[str]:
+        """One line per graph and measure, then the notes."""
         found = []
         for graph in self.graphs:
             for measure in self.measures(graph):
@@ -194,7 +194,7 @@ class AnalysisResults:
                 {
                     "relation": label,
                     "pairs": sums.examples,
-                    **{name: sums.baseline(name) for name in sums.baselines},
+                    **{name: sums.baseline_accuracy(name) for name in sums.baselines},
                     "best active head": "" if place is None else self.options.head_name(*place),
                     "accuracy": None if place is None else float(sums.accuracy[place]),
                     "attention on regions": None if place is None else float(sums.mean_attention[place]),
@@ -217,7 +217,7 @@ def _head_rows(results: AnalysisResults, *, only_all: bool) -> Iterable[dict[str
     for key, sums in results.sums.items():
         if not sums.examples or (key.label == ALL) != only_all:
             continue
-        is_active = results.active(key.graph, key.measure, key.label).tolist()
+        is_active = results.active_heads(key.graph, key.measure, key.label).tolist()
         has_active = REQUIRED_BLOCK[key.measure] is AttentionBlock.WORDS_TO_REGIONS
         names = {} if only_all else {"relation": key.label}
         for layer, heads in enumerate(sums.accuracy.tolist()):
@@ -286,7 +286,7 @@ def draw_head_figure(results: AnalysisResults, graph: str, measure: str, labels:
 def _panel(axes: Axes, results: AnalysisResults, key: MeasureKey, top: float) -> None:
     """One point per head (light if inactive), a label on the best active head, and a line per baseline."""
     options, place = results.options, (key.graph, key.measure, key.label)
-    sums, active, best = results.get_sums(*place), results.active(*place), results.best_active_head(*place)
+    sums, active, best = results.get_sums(*place), results.active_heads(*place), results.best_active_head(*place)
     layers, heads = sums.hits.shape
     for wanted, colour, order in ((False, INACTIVE, 1), (True, ACTIVE, 2)):
         places = [
@@ -297,8 +297,8 @@ def _panel(axes: Axes, results: AnalysisResults, key: MeasureKey, top: float) ->
         axes.scatter(x, y, s=14, color=colour, zorder=order + 2, linewidths=0, clip_on=False)
     for name in sums.baselines:
         colour, style = STYLES[name]
-        axes.axhline(sums.baseline(name), color=colour, linestyle=style, linewidth=1.2, zorder=0)
-    highest = max(float(sums.accuracy.max()), *(sums.baseline(name) for name in sums.baselines), top)
+        axes.axhline(sums.baseline_accuracy(name), color=colour, linestyle=style, linewidth=1.2, zorder=0)
+    highest = max(float(sums.accuracy.max()), *(sums.baseline_accuracy(name) for name in sums.baselines), top)
     axes.set_ylim(0, min(1.18 * highest, 1.12) if highest else 1)
     axes.set_xlim(options.first_number - 0.6, options.first_number + layers - 0.4)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -405,7 +405,7 @@ def find_best_heads(results: AnalysisResults) -> list[AttentionHead]:
             found.append(AttentionHead(graph, 0, 0))
             continue
         ranked = sums.accuracy.clone()
-        active = results.active(graph, measure)
+        active = results.active_heads(graph, measure)
         if measure == ENTITIES and active.any():
             ranked[~active] = -1
         order = ranked.flatten().argsort(descending=True, stable=True)[:number].tolist()

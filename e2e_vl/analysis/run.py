@@ -192,7 +192,7 @@ def analyze_attention(args: AnalysisArguments) -> tuple[AnalysisResults, Path | 
             **found.counts,
             "captions skipped by the data set (whole split)": examples.dataset.left_out,
         },
-        relations={graph: found.labels(graph, RELATIONS, args.options) for graph in graphs},
+        relations={graph: found.most_common_relations(graph, RELATIONS, args.options) for graph in graphs},
         images=len(groups),
     )
     page = None

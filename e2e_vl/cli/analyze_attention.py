@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     )
     results, page = analyze_attention(arguments)
     if page is not None:  # the main process
-        for line in results.lines():
+        for line in results.summary_lines():
             print(line)
         print(f"page: {page}")
     return 0

@@ -119,11 +119,11 @@ def test_the_measures_of_a_text():
     assert numbers(found, RELATIONS, "amod") == half_right  # "star" is right, "red" is not
     assert numbers(found, RELATIONS, "prep") == half_right  # "on" looks at the star; the star not at "on"
     entities = found.sums[MeasureKey("g", ENTITIES)]
-    assert entities.baseline("chance") == pytest.approx(1 / 3) and entities.baseline(LARGEST) == 0
+    assert entities.baseline_accuracy("chance") == pytest.approx(1 / 3) and entities.baseline_accuracy(LARGEST) == 0
     assert numbers(found, RELATIONS)[0] == 5  # pobj: "it" to "on", whose phrase is counted
     assert numbers(found, DEPENDENCIES)[0] == 6
-    assert found.labels("g", RELATIONS, options) == ["amod", "prep", "pobj"]
-    assert found.labels("g", RELATIONS, AnalysisOptions(min_count=2, max_relations=1)) == ["amod"]
+    assert found.most_common_relations("g", RELATIONS, options) == ["amod", "prep", "pobj"]
+    assert found.most_common_relations("g", RELATIONS, AnalysisOptions(min_count=2, max_relations=1)) == ["amod"]
     count_text(found.counts, view(options), options)
     assert found.counts["phrases without a box"] == 1
     assert found.counts["phrases with a box but no correct region"] == 1
@@ -174,7 +174,7 @@ def test_confidences_come_from_the_detector_or_from_the_order_of_a_file(scores, 
     if expected is None:
         assert CONFIDENCE not in sums.baselines
     else:
-        assert sums.baseline(CONFIDENCE) == expected
+        assert sums.baseline_accuracy(CONFIDENCE) == expected
 
 
 def test_related_words_that_share_a_wordpiece_are_counted_and_left_out():

@@ -152,7 +152,7 @@ def test_means_are_over_examples_or_over_sentences(per_sentence, count, accuracy
     assert (sums.count, sums.examples) == (count, 3)
     assert sums.accuracy[0].tolist() == pytest.approx(accuracy)
     assert sums.mean_attention[0].tolist() == pytest.approx(attention)
-    assert sums.baseline("rule") == pytest.approx(rule)
+    assert sums.baseline_accuracy("rule") == pytest.approx(rule)
 
 
 def test_the_best_head_is_the_first_of_the_active_ones():
@@ -160,6 +160,10 @@ def test_the_best_head_is_the_first_of_the_active_ones():
     sums.hits = torch.tensor([[3.0, 1.0], [2.0, 2.0]])
     sums.count, sums.examples = 4, 4
     active = torch.tensor([[False, True], [True, True]])
-    assert sums.best() == (0, 0) and sums.best(active) == (1, 0) and sums.best(torch.zeros(2, 2).bool()) is None
-    assert HeadSums.zero(2, 2, []).best() is None
-    assert HeadSums.zero(2, 2, ["rule"]).baseline("rule") == 0
+    assert (
+        sums.best_head() == (0, 0)
+        and sums.best_head(active) == (1, 0)
+        and sums.best_head(torch.zeros(2, 2).bool()) is None
+    )
+    assert HeadSums.zero(2, 2, []).best_head() is None
+    assert HeadSums.zero(2, 2, ["rule"]).baseline_accuracy("rule") == 0

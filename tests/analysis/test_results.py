@@ -73,7 +73,7 @@ def test_heads_are_active_over_the_examples_of_a_relation_or_over_entities(tmp_p
     assert measures[RELATIONS]["best_active_head"]["head"] == head
     assert np.array(measures[ENTITIES]["accuracy"]) == pytest.approx(np.array([[0.2, 0.9]]))
     assert np.array(measures[ENTITIES]["attention"]) == pytest.approx(np.array([[0.3, 0.1]]))
-    assert f"{accuracy:.4f} (head {head})" in found.lines()[1]
+    assert f"{accuracy:.4f} (head {head})" in found.summary_lines()[1]
     assert found.best_active_head("g", ENTITIES) == (0, 0), "entities are measured on themselves"
     assert found.best_active_head("g", DEPENDENCIES) == (0, 1), "words among themselves read no regions"
     assert find_best_heads(found)[0] == AttentionHead("g", 0, 0)
@@ -86,7 +86,7 @@ def test_heads_are_active_over_the_examples_of_a_relation_or_over_entities(tmp_p
 
 def test_without_entities_no_head_is_active_over_them():
     found = two_heads(active_over="entities", has_entities=False)
-    assert found.relation_rows("g")[0]["best active head"] == "" and not found.active("g", RELATIONS).any()
+    assert found.relation_rows("g")[0]["best active head"] == "" and not found.active_heads("g", RELATIONS).any()
     assert two_heads(has_entities=False).relation_rows("g")[0]["best active head"] == "0-1"
 
 
