@@ -499,7 +499,7 @@ _MISSING = re.compile(r"Object missing required field `(.*?)`")
 def _explain(message: str, layers: list[tuple[str, Tree]]) -> str:
     """Rewrite an error of `msgspec.convert` as a sentence with the file or argument, the key and the problem."""
     place = ".".join(name for name in reversed(_PATH.findall(message)) if name)
-    problem = _PATH.sub("", message).rstrip(".")
+    problem = re.sub(r"\barray\b", "list", _PATH.sub("", message).rstrip("."))
     if found := _MISSING.fullmatch(problem):
         key = f"{place}.{found[1]}" if place else found[1]
         return f"{layers[0][0]}: {key} has no value; set it in the file or as key=value."
@@ -508,17 +508,24 @@ def _explain(message: str, layers: list[tuple[str, Tree]]) -> str:
         prefix, last = f"{place}." if place else "", found[1]
         key = prefix + last
         siblings = [name for section, _, name in (one.rpartition(".") for one in types) if section == place]
+        section, where = key.partition(".")[0], _find_source(key, layers)
+        sources, part = [source for source, _ in layers], _find_source(f"{section}.name", layers)
+        if place.startswith(f"{section}.config") and sources.index(where) < sources.index(part):
+            return f"{part}: {where} sets '{key}', which this {section} does not have; use a file that fits it."
         names = [prefix + name for name in difflib.get_close_matches(last, siblings, n=1)]
-        names += difflib.get_close_matches(key, [one for one in types if not key.startswith(one)], n=1, cutoff=0.85)
-        for name in difflib.get_close_matches(last, [one.rpartition(".")[2] for one in types], n=1):
-            names += [one for one in types if one.rpartition(".")[2] == name]
+        near = [one for one in types if not place or one.startswith(f"{section}.")]
+        names += difflib.get_close_matches(key, [one for one in near if not key.startswith(one)], n=1, cutoff=0.85)
+        for name in difflib.get_close_matches(last, [one.rpartition(".")[2] for one in near], n=1):
+            names += [one for one in near if one.rpartition(".")[2] == name]
         known = f"; {place or 'the top level'} has {', '.join(siblings)}." if siblings else "; see e2e_vl/config.py."
         hint = f"; did you mean '{names[0]}'?" if names else known
-        return f"{_find_source(key, layers)}: there is no setting '{key}'{hint}"
+        return f"{where}: there is no setting '{key}'{hint}"
     if problem.startswith("Invalid enum value"):
         problem += f"; it must be one of {', '.join(_list_choices(types.get(place.partition('[')[0])))}"
     ending = "" if problem.endswith("?") else "."
-    return f"{_find_source(place, layers)}: {place + ': ' if place else ''}{problem}{ending}"
+    source = _find_source(place, layers)
+    named = f"{place}: " if place and f": {place}=" not in source else ""
+    return f"{source}: {named}{problem}{ending}"
 
 
 def _list_choices(kind: Any) -> list[str]:

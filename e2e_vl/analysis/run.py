@@ -11,7 +11,6 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import msgspec
@@ -63,7 +62,7 @@ def write_page(path: Path, results: AnalysisResults, figures: Mapping[str, bytes
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"percent": _percent}
+    environment.filters["percent"] = lambda value: "–" if value is None else f"{100 * value:.2f}"
     page = environment.from_string(PAGE.read_text(encoding="utf-8")).render(
         results=results,
         measures={
@@ -94,11 +93,6 @@ def _picture(overlay: Overlay) -> str:
 
 def _uri(content: bytes, kind: str) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
-
-
-def _percent(value: Any) -> str:
-    """Format a share as a percentage with two decimals, or None as a dash."""
-    return "–" if value is None else f"{100 * value:.2f}"
 
 
 RESULTS_FOLDER = "attention"  # of a run directory

@@ -116,7 +116,7 @@ def read_questions(args: argparse.Namespace) -> list[Question]:
     else:
         asked = [((image,), args.text) for path in args.image for image in _images(path)]
     if not asked:
-        raise UserError("There is no question; give images, a folder of images, or a JSON list.")
+        raise UserError(f"{args.json}: the list is empty; give at least one question.")
     boxes = None if args.boxes is None else read_boxes(args.boxes)
     to_mask = None if args.mask is None else read_boxes(args.mask, "--mask")
     inputs: dict[str, Any] = {"choices": tuple(args.choices), "answer": args.answer, "boxes_to_mask": to_mask}
@@ -126,7 +126,9 @@ def read_questions(args: argparse.Namespace) -> list[Question]:
 def _images(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    return sorted(file for file in path.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES)
+    if not (found := sorted(file for file in path.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES)):
+        raise UserError(f"{path}: no images found; supported suffixes are {', '.join(IMAGE_SUFFIXES)}")
+    return found
 
 
 def save_answer(folder: Path, answer: Answer) -> None:

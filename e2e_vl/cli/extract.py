@@ -133,7 +133,9 @@ def one_image(argv: list[str] | None = None, prog: str | None = None) -> int:
     """tools/extract_demo.py: regions.npz, regions.png, phrase.json and phrase.png."""
     args = one_image_parser(prog).parse_args(argv)
     if args.text is not None and args.run is None:
-        raise UserError("--text needs --run, the directory of a trained run; train one with tools/train.py.")
+        raise UserError("--text needs --run, the directory of a trained run; train one with `e2e-vl train`.")
+    if args.image.is_dir():
+        raise UserError(f"{args.image} is a folder; give one image, or use e2e-vl extract --images for a folder.")
     most, least = args.max_regions, args.min_regions
     rule = SelectionRule(args.min_score, min(DISPLAY_SELECTION.min_regions, most) if least is None else least, most)
     source = load_source(args)

@@ -81,7 +81,7 @@ def evaluate(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser.add_argument("--run", type=Path, required=True, help="run directory of tools/train.py, or a saved model")
     parser.add_argument("--split", default="val", help="split of the data set (default: val)")
     boxes_help = "source of candidate boxes (default: online)"
-    parser.add_argument("--boxes", default="online", choices=BoxSource.for_evaluation(), help=boxes_help)
+    parser.add_argument("--boxes", default="online", choices=[*map(str, BoxSource.for_evaluation())], help=boxes_help)
     iou_help = "IoU convention (default: the run's)"
     parser.add_argument("--iou", default=None, choices=("mattnet", "vlbert", "strict"), help=iou_help)
     parser.add_argument("--loss", action="store_true", help="also compute the loss, which train.keep_best can use")
@@ -113,7 +113,9 @@ def predict(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser.add_argument("--run", type=Path, required=True, help="run directory of tools/train.py, or a saved model")
     parser.add_argument("--rationale-run", type=Path, help="VCR: the run that chooses rationales")
     parser.add_argument("--split", required=True, help="split of the data set, such as test")
-    parser.add_argument("--boxes", required=True, choices=BoxSource.for_evaluation(), help="source of candidate boxes")
+    parser.add_argument(
+        "--boxes", required=True, choices=[*map(str, BoxSource.for_evaluation())], help="source of candidate boxes"
+    )
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="file to write")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as data.root=DIR")
     args = parser.parse_intermixed_args(argv)

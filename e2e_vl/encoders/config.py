@@ -41,6 +41,12 @@ class TransformerSettings(Settings, frozen=True):
     relative_geometry: bool = False
     relative_geometry_size: PositiveInt = 64  # hidden size of its MLPs
 
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_attention_heads:
+            raise UserError(
+                f"hidden_size {self.hidden_size} must be a multiple of num_attention_heads {self.num_attention_heads}"
+            )
+
 
 class VLBertSettings(TransformerSettings, frozen=True):
     """VL-BERT. The fields marked "scratch" let a small model learn without a pre-trained BERT."""
@@ -84,6 +90,7 @@ class VLBertSettings(TransformerSettings, frozen=True):
     norm_first: bool = False  # LayerNorm before attention and feed-forward instead of after ("pre-LN", scratch)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.image_feature_on_words and not self.uses_whole_image) or (
             self.visual_part_on_end and not self.image_feature_on_words
         ):

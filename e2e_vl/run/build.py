@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import msgspec
 from transformers import PreTrainedTokenizerBase
 
+from detector import checkpoint as detector_checkpoint
 from detector.checkpoint import LoadReport, load_checkpoint
 from detector.config import SelectionRule
-from detector.errors import UserError, user_path
+from detector.errors import MissingFileError, UserError, user_path
 from detector.images import ResizeRule
 from detector.structures import Detector
 from e2e_vl.config import BoxSource, DetectorSettings, ResizeSettings, RunConfig, read_detector_config
@@ -36,7 +37,7 @@ from e2e_vl.tasks.objectives.base import Objective
 from e2e_vl.tasks.phrase_head import PhraseHead
 from e2e_vl.text import TextTokenizer, build_vocabulary, load_tokenizer
 from e2e_vl.weights.base import WeightAdapter
-from e2e_vl.weights.loading import InitRules, check_vocabulary, load_encoder, load_phrase_head, load_task
+from e2e_vl.weights.loading import InitRules, check_vocabulary, find_weights, load_encoder, load_phrase_head, load_task
 from e2e_vl.weights.lxmert import LxmertFromBert, OfficialLxmert, TransformersLxmert
 from e2e_vl.weights.visual_bert import OfficialVisualBert, TransformersVisualBert, VisualBertFromBert
 from e2e_vl.weights.vl_bert import OfficialVLBert, VLBertFromBert
@@ -173,6 +174,11 @@ def build_model(
     needs_teacher = masking is not None and masking.enabled and masking.teacher == "frozen"
     if config.phrases.weight:
         encoder.require(Ability.INTERMEDIATE_STATES, "phrases.weight")
+        if config.phrases.layer > encoder.num_joint_layers:
+            raise UserError(
+                f"phrases.layer is {config.phrases.layer}, but the encoder has {encoder.num_joint_layers} multimodal "
+                "layers; lower it."
+            )
         phrase_head = PhraseHead(encoder.hidden_size, config.phrases.size, config.phrases.layer)
         if config.phrases.weights is not None:
             report = load_phrase_head(phrase_head, config.phrases.weights)
@@ -234,6 +240,17 @@ def build_objectives(settings: Mapping[str, Any], sizes: Sizes) -> dict[str, Obj
 
 
 # The data of a run: texts, images and batches.
+
+
+def check_inputs(config: RunConfig) -> None:
+    """Raise a UserError if the folder of the data or any weights are missing, before anything is drawn or built."""
+    if not config.data.synthetic.scenes and not user_path(config.data.root, "data.root").is_dir():
+        raise MissingFileError(f"data.root {config.data.root}: no such folder; it is the folder of the data set.")
+    if config.detector.weights is not None:
+        detector_checkpoint.find_weights(config.detector.weights)
+    for part, settings in (("encoder", config.encoder), ("task", config.task), ("phrases", config.phrases)):
+        for name in filter(None, (settings.weights, getattr(settings, "fallback_weights", None))):
+            find_weights(name, part)
 
 
 def make_synthetic_data(config: RunConfig) -> None:
@@ -397,6 +414,7 @@ def build_run(config: RunConfig, *, writes: bool = True) -> Run:
         config: as returned by `resolve_config`.
         writes: whether this process writes these files; if not, another process has already written them.
     """
+    check_inputs(config)
     make_synthetic_data(config)
     tokenizer = build_tokenizer(config, writes=writes)
     starts: list[Start] = []

@@ -374,7 +374,7 @@ def predict_split(
     if task.write_submission is None:
         raise UserError(
             f"{run_dir} was trained for the task '{config.task.name}', which has no submission file; write its "
-            "predictions with tools/evaluate.py."
+            "predictions with `e2e-vl evaluate`."
         )
     second_task = None if second_run_dir is None else load_saved_config(second_run_dir).task.name
     if second_task != (None if task.second_run is None else config.task.name):

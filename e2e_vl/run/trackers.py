@@ -164,7 +164,7 @@ def describe_finished_run(output: Path, steps: int) -> str:
     """The message about a run that is already complete on resume."""
     return (
         f"{output} is already finished after {_count(steps, 'step')}; to continue, raise train.epochs or "
-        "train.max_steps, or evaluate it with tools/evaluate.py."
+        "train.max_steps, or evaluate it with `e2e-vl evaluate`."
     )
 
 

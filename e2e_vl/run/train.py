@@ -39,6 +39,7 @@ from e2e_vl.config import RunConfig, save_config
 from e2e_vl.data.batching import BatchLoader, GroupedBatchSampler
 from e2e_vl.io import RunLog, replace_nan
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.parts import check_name
 from e2e_vl.run import checkpoint as checkpoints
 from e2e_vl.run.build import Run, build_eval_data, build_run, resolve_config
 from e2e_vl.run.evaluate import LOSS, MetricName, evaluate_splits, phrase_weights
@@ -503,10 +504,7 @@ class BestModel:
         is_measured = self.metric in metrics or (has_details and str(found.whole) in metrics)
         if not is_measured or (found is not None and found.is_constant):
             names = [name for name in metrics if (other := MetricName.read(name)) is None or not other.is_constant]
-            raise UserError(
-                f"train.keep_best is '{self.metric}'; it must be one of {', '.join(names) or 'nothing'}, see "
-                "data.eval_splits and eval.boxes."
-            )
+            check_name(self.metric, names, "train.keep_best")
 
     def judge(self, step: int, metrics: Mapping[str, Any]) -> bool:
         """Whether the model of this step is the best so far; False if the step was evaluated before."""

@@ -60,10 +60,8 @@ class Flickr30KConfig(Settings, frozen=True):
 
 
 class DetectionConfig(Settings, frozen=True):
-    """Detection. The thresholds are for the score of a single image and pictures; the metrics are COCO's."""
+    """Detection. The threshold is for the score of a single image and pictures; the metrics are COCO's."""
 
-    # ignore detections below this score
-    shown_score: Annotated[float, Meta(gt=0, le=1)] = 0.5
     # minimum IoU of a detection with an object of its category
     positive_iou: Annotated[float, Meta(gt=0, le=1)] = 0.5
 

@@ -34,6 +34,8 @@ from e2e_vl.tasks.base import PredictionSummary, Task
 from e2e_vl.tasks.config import DetectionConfig
 from e2e_vl.text import TextTokenizer
 
+SHOWN_SCORE = 0.5  # of detections, for the score of a single image and pictures
+
 # COCO average precision, computed with pycocotools
 
 
@@ -212,7 +214,7 @@ class DetectionTask(Task):
     def correctness(self, prediction: DetectionPrediction) -> float:
         """F1 score of one image; 1 if there are neither objects nor detections.
 
-        Detections with a score of at least `shown_score` count, and all objects that are not crowds.
+        Detections with a score of at least `SHOWN_SCORE` count, and all objects that are not crowds.
         """
         shown, found = self._matches(prediction)
         total = len(shown) + sum(not entry.is_crowd for entry in prediction.objects)
@@ -223,7 +225,7 @@ class DetectionTask(Task):
 
         Each detection, best first, is matched to the unmatched object of its category with the highest IoU.
         """
-        shown = [row for row, score in enumerate(prediction.scores) if score >= self.config.shown_score]
+        shown = [row for row, score in enumerate(prediction.scores) if score >= SHOWN_SCORE]
         rows = [row for row, entry in enumerate(prediction.objects) if not entry.is_crowd]
         if not shown or not rows:
             return shown, {}

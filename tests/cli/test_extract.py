@@ -132,6 +132,11 @@ def test_bad_arguments(config: Path, image: Path, tmp_path: Path, words, part, m
     assert not (tmp_path / "out").exists()
 
 
+def test_the_script_for_one_image_refuses_a_folder(tmp_path: Path, capsys):
+    assert extract.one_image([str(tmp_path), "--output", "out"]) == 2
+    assert "is a folder; give one image" in capsys.readouterr().err
+
+
 def test_default_detector_from_any_folder(image: Path, tmp_path: Path, monkeypatch, capsys):
     """The command without options: ResNet-101 with 2048 features, whatever the current directory is."""
     monkeypatch.chdir(tmp_path)

@@ -64,6 +64,7 @@ WRONG = {  # words after e2e-vl -> part of the one sentence
     "ask --run nowhere --image x --text y": "nowhere contains no trained model",
     "ask --run x --image x": "--image with --text, or --json",
     "ask --run x --json README.md": "README.md",
+    "ask --run x --image configs --text y": "configs: no images found",
     "ask --run RUN --image x --text y --boxes 3,2,1": "[3.0, 2.0, 1.0] is not a box",
     "extract x.jpg --output x --text y": "--text needs --run",
     "extract configs --output x": "configs: no images found; supported suffixes are ",

@@ -72,6 +72,12 @@ def test_what_does_not_fit_a_run_is_one_sentence(trained_run, capfd, arguments, 
     assert "Traceback" not in err and named in err.splitlines()[-1]
 
 
+def test_sources_of_boxes_are_listed_as_they_are_written(capsys):
+    with pytest.raises(SystemExit):
+        evaluate(["--run", "x", "--boxes", "ground_truth"])
+    assert "BoxSource" not in capsys.readouterr().err
+
+
 # Predictions of whole splits
 
 

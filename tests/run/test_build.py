@@ -12,7 +12,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 from e2e_vl.api.model import load
-from e2e_vl.config import ResizeSettings, RunConfig, load_config, read_detector_config, save_config
+from e2e_vl.config import ResizeSettings, RunConfig, SyntheticSettings, load_config, read_detector_config, save_config
 from e2e_vl.data import batching
 from e2e_vl.data.config import NoOptions
 from e2e_vl.metrics.vqa import vocabulary_answer
@@ -21,6 +21,7 @@ from e2e_vl.parts import DATASETS, TASKS, Part
 from e2e_vl.run import build as building
 from e2e_vl.run.build import (
     build_model,
+    build_run,
     build_tokenizer,
     count_frequent_answers,
     load_answers,
@@ -133,6 +134,25 @@ def test_data_under_the_home_folder(monkeypatch, tmp_path):
     make_synthetic_data(config)
     assert (tmp_path / "drawn" / "synthetic.json").is_file()
     assert len(build_tokenizer(config)) > 20
+
+
+@pytest.mark.parametrize(
+    ("word", "named"),
+    [
+        ("detector.weights=gone.pth", "gone.pth: no such weights file"),
+        ("encoder.weights=gone/run.pth", "no weights for `encoder`"),
+        ("task.fallback_weights=gone/run.pth", "no weights for `task`"),
+        ("phrases={weight: 1, weights: gone/run.pth}", "no weights for `phrases`"),
+    ],
+)
+def test_missing_inputs_are_named_before_anything_is_drawn(tmp_path, word, named):
+    config = tiny("refcoco", tmp_path / "drawn", tmp_path / "run", word)
+    with pytest.raises(FileNotFoundError, match=named):
+        build_run(config)
+    assert not (tmp_path / "drawn").exists()
+    unset = replaced(config, data={"synthetic": SyntheticSettings()})
+    with pytest.raises(FileNotFoundError, match=r"data.root .*drawn: no such folder"):
+        build_run(unset)
 
 
 # Starting weights of the detector

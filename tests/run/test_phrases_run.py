@@ -169,6 +169,8 @@ def test_a_run_whose_phrases_are_of_other_data(folder, tmp_path, task):
 def test_what_cannot_have_phrases(tiny_config, folder, monkeypatch):
     with pytest.raises(ValueError, match=r"phrases.weight needs an encoder"):
         build_model(replaced(tiny_config("phrases.weight=1"), encoder={"name": "none", "config": {}}), vocab_size=50)
+    with pytest.raises(ValueError, match=r"phrases.layer is 7, but the encoder has \d multimodal layers"):
+        build_model(tiny_config("phrases={weight: 1, layer: 7}"), vocab_size=50)
     config = joined("vqa", folder)
     with pytest.raises(ValueError, match=r"the texts of vcr have no phrases .*; join data that have some"):
         build_run(alone("vcr", folder))

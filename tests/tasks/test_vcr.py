@@ -178,6 +178,11 @@ def test_four_texts_of_a_question(tiny):
     assert all(text.region_of_token is None for text in texts_of(tiny, ground_words=False))
 
 
+def test_the_control_without_questions(tiny):
+    first = texts_of(tiny, blank_question=True)[0]
+    assert decoded(first, tiny.tokenizer) == "[CLS] [SEP] no casey . [SEP]"
+
+
 def test_people_are_named_in_turn_and_in_training_from_anywhere(tiny):
     seen = {decoded(texts_of(tiny, training=True, epoch=epoch)[0], tiny.tokenizer) for epoch in range(20)}
     assert len(seen) > 5
