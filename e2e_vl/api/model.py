@@ -203,7 +203,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True, eq=False)  # == is ambiguous for arrays
 class ImageRegions:
-    """Predicted regions of one image, best score first, or given ones. Boxes are xyxy in pixels of the original image."""
+    """Regions of one image: predicted, best score first, or given. Boxes are xyxy in pixels of the original image."""
 
     boxes: np.ndarray  # float32 [R, 4]
     scores: np.ndarray  # float32 [R]
