@@ -509,8 +509,8 @@ def _explain(message: str, layers: list[tuple[str, Tree]]) -> str:
         key = prefix + last
         siblings = [name for section, _, name in (one.rpartition(".") for one in types) if section == place]
         section, where = key.partition(".")[0], _find_source(key, layers)
-        sources, part = [source for source, _ in layers], _find_source(f"{section}.name", layers)
-        if place.startswith(f"{section}.config") and sources.index(where) < sources.index(part):
+        part, order = _find_source(f"{section}.name", layers), {one: level for level, (one, _) in enumerate(layers)}
+        if place.startswith(f"{section}.config") and order[where] < order[part]:
             return f"{part}: {where} sets '{key}', which this {section} does not have; use a file that fits it."
         names = [prefix + name for name in difflib.get_close_matches(last, siblings, n=1)]
         near = [one for one in types if not place or one.startswith(f"{section}.")]

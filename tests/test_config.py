@@ -122,6 +122,8 @@ def test_a_bad_word_is_one_sentence(base, word, named):
     [
         ("base: base.yaml\nseed: -1", "child", "seed"),
         ("base: base.yaml\ntrain: {nosuch: 1}", "child", "there is no setting 'train.nosuch'"),
+        ("base: base.yaml\ntask: {config: {dropuot: 1}}", "child", "did you mean 'task.config.dropout'?"),
+        ("base: base.yaml\ntask: {name: refcoco}", "child", "base.yaml sets 'task.config.answers', which this task"),
         ("base: bad.yaml\nseed: 3", "bad", "train.epochs"),  # the file that set the key
         ("base: gone.yaml", "gone", ""),
         ("output: y", "child", "encoder has no value"),

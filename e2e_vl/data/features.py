@@ -305,7 +305,7 @@ class Hdf5Store(FeatureStore):
         self.rows = {image_id: row for row, image_id in enumerate(self.ids)}
 
     def read(self, image_id: str) -> RegionFeatures:
-        file, row = _open(_hdf5_file, self.path), self.rows[image_id]
+        file, row = _open(import_optional("h5py").File, self.path), self.rows[image_id]
         rows = slice(self.starts[row], self.starts[row + 1])
         with reading(f"{self.path}: image {image_id}", OSError, KeyError):
             names = [name for name in OPTIONAL_COLUMNS if name in file]
@@ -313,10 +313,6 @@ class Hdf5Store(FeatureStore):
             if "image_feature" in file:
                 columns["image_feature"] = to_column("image_feature", file["image_feature"][row])
         return RegionFeatures(image_id=image_id, image_size=tuple(self.sizes[row].tolist()), **columns)
-
-
-def _hdf5_file(path: Path) -> Any:
-    return import_optional("h5py").File(path, "r")
 
 
 class LmdbStore(FeatureStore):
