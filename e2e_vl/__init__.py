@@ -25,7 +25,7 @@ def load(source: str | Path, device: Any = None) -> TrainedModel:
     """Load a trained model.
 
     Args:
-        source: a run directory of tools/train.py, a folder that `save_pretrained` wrote, or a name on the Hugging Face
+        source: a run directory of e2e-vl train, a folder that `save_pretrained` wrote, or a name on the Hugging Face
             hub.
         device: device to run on; None = the GPU if there is one.
     """
@@ -45,7 +45,7 @@ def load_detector(
     """Load a detector.
 
     Args:
-        source: published weights by name (docs/detectors.md), a run directory of tools/train.py, a saved detector's
+        source: published weights by name (docs/detectors.md), a run directory of e2e-vl train, a saved detector's
             folder, or a weights file (with `config`).
         config: Detectron2 YAML file of a weights file.
         device: device to run on; None = the GPU if there is one.

@@ -652,7 +652,7 @@ class TrainedModel(
 
     @classmethod
     def from_folder(cls, folder: str | Path, device: str | torch.device | None = None) -> TrainedModel:
-        """Load a run directory of tools/train.py, or a folder written by `save_pretrained`."""
+        """Load a run directory of e2e-vl train, or a folder written by `save_pretrained`."""
         path = Path(folder)
         metrics = path / "metrics.json"
         found = read_json(metrics, dict[str, Any]) if metrics.is_file() else None

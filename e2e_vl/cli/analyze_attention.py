@@ -32,7 +32,7 @@ from e2e_vl.parts import decode
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser = make_parser(__doc__, prog)
-    parser.add_argument("--run", type=Path, required=True, help="run directory of tools/train.py, or a saved model")
+    parser.add_argument("--run", type=Path, required=True, help="run directory of e2e-vl train, or a saved model")
     parser.add_argument("--split", default="val", help="split of the data set (default: val)")
     boxes_help = "source of candidate boxes (default: online)"
     parser.add_argument("--boxes", default="online", choices=[*map(str, BoxSource.for_evaluation())], help=boxes_help)

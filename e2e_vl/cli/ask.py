@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # at run time it would import torch
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser = make_parser(__doc__, prog)
     parser.add_argument(
-        "--run", required=True, help="run directory of tools/train.py, a saved model, or a model of the hub"
+        "--run", required=True, help="run directory of e2e-vl train, a saved model, or a model of the hub"
     )
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--image", type=Path, nargs="+", help="image files, or a folder of them")

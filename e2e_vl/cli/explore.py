@@ -26,7 +26,7 @@ LOOPBACK = "127.0.0.1"
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser = make_parser(__doc__, prog)
-    run_help = "run directory of tools/train.py, a saved model, or a model of the hub"
+    run_help = "run directory of e2e-vl train, a saved model, or a model of the hub"
     parser.add_argument("--run", required=True, help=run_help)
     parser.add_argument("--host", default=LOOPBACK, help="address to listen on (default: this machine only)")
     parser.add_argument(

@@ -78,7 +78,7 @@ def train(argv: list[str] | None = None, prog: str | None = None) -> int:
 @print_errors
 def evaluate(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser = make_parser(EVALUATE, prog)
-    parser.add_argument("--run", type=Path, required=True, help="run directory of tools/train.py, or a saved model")
+    parser.add_argument("--run", type=Path, required=True, help="run directory of e2e-vl train, or a saved model")
     parser.add_argument("--split", default="val", help="split of the data set (default: val)")
     boxes_help = "source of candidate boxes (default: online)"
     parser.add_argument("--boxes", default="online", choices=[*map(str, BoxSource.for_evaluation())], help=boxes_help)
@@ -110,7 +110,7 @@ def evaluate(argv: list[str] | None = None, prog: str | None = None) -> int:
 @print_errors
 def predict(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser = make_parser(PREDICT, prog)
-    parser.add_argument("--run", type=Path, required=True, help="run directory of tools/train.py, or a saved model")
+    parser.add_argument("--run", type=Path, required=True, help="run directory of e2e-vl train, or a saved model")
     parser.add_argument("--rationale-run", type=Path, help="VCR: the run that chooses rationales")
     parser.add_argument("--split", required=True, help="split of the data set, such as test")
     parser.add_argument(

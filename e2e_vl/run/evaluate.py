@@ -357,7 +357,7 @@ def predict_split(
     """Write the task's submission file; called on every process.
 
     Args:
-        run_dir: run directory of tools/train.py, or a saved model folder.
+        run_dir: run directory of e2e-vl train, or a saved model folder.
         split: any split of the run's data set, with or without labels.
         output: the file; written by the main process.
         second_run_dir: the run for the second half of the file, for a task with `Task.second_run`.
