@@ -187,7 +187,7 @@ def load_weights(
     Args:
         source: the file's name, for error messages.
         allow_missing: prefixes of keys that may be missing from the file. The report still lists them.
-        allow_unexpected: prefixes of keys that the file may have although the model does not. The report still lists them.
+        allow_unexpected: prefixes of keys that only the file may have. The report still lists them.
         only: prefixes of the keys to load. Other keys are reported as missing or unexpected, without an error.
         layout: for the report.
     """
