@@ -2,6 +2,7 @@
 
     python tools/benchmark.py train --json FILE
     python tools/benchmark.py train --config configs/benchmark/train_base.yaml --image-size 600 800 --boxes 36 --sweep
+    python tools/benchmark.py data --config configs/benchmark/train_base.yaml
     python tools/benchmark.py detector --repetitions 3
     python tools/benchmark.py detector --detector-config detector/published/torchvision_R_50_FPN.yaml
     python tools/benchmark.py ask --run runs/demo_refcoco --image IMAGE --text "the small red circle"
@@ -15,6 +16,8 @@ with activation checkpointing.
 `detector` times features of given boxes and a training step of the built-in detector against torchvision's model (for
 torchvision's settings) or Detectron2's (for all others, where it is installed), with the same weights. `ratio` is the
 other's median / ours: above 1, ours is faster. If the features differ, the exit status is 1.
+
+`data` counts the images that one worker loads in a second, and the bytes of a batch's pixels.
 
 `ask` times the answers of a trained run: importing and loading, the first answer, and further ones.
 
@@ -54,7 +57,7 @@ from detector.structures import DetectionTargets, ImageBatch, Loss, Regions
 from detector.weight_names import from_torchvision_detector
 from e2e_vl.cli.main import print_errors
 from e2e_vl.config import BoxSource, load_config
-from e2e_vl.data.batching import GroupedBatchSampler, Request
+from e2e_vl.data.batching import BatchLoader, GroupedBatchSampler, Request
 from e2e_vl.io import write_json
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run.build import build_run, resolve_config
@@ -80,6 +83,9 @@ def main(argv: list[str] | None = None) -> int:
     train.add_argument("--image-size", type=int, nargs=2, metavar=("H", "W"), help="pixels of the padded images")
     train.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file")
     train.set_defaults(measure=measure_train)
+    data = commands.add_parser("data", help="loading of images", **shape)
+    data.add_argument("--config", type=Path, default=ROOT / "configs" / "benchmark" / "train.yaml")
+    data.set_defaults(measure=measure_data)
     detectors = commands.add_parser("detector", help="the built-in detector against another implementation", **shape)
     detectors.add_argument("--detector-config", type=Path, default=ROOT / "configs" / "detector" / "vl_bert_R_101.yaml")
     detectors.add_argument("--boxes", type=int, nargs="+", default=[36, 100], help="boxes per image (default: 36 100)")
@@ -91,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     ask.add_argument("--image", type=Path, required=True)
     ask.add_argument("--text", required=True)
     ask.set_defaults(measure=measure_ask)
-    for command in (train, detectors, ask):
+    for command in (train, data, detectors, ask):
         command.add_argument("--repetitions", type=int, default=5, help="measured calls of each way (default: 5)")
         command.add_argument("--warm-up", type=int, default=1, help="calls before them (default: 1)")
         command.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
@@ -298,6 +304,25 @@ def with_peak_memory(function: Callable[[], Any], device: torch.device) -> tuple
     finally:
         finished.set()
         watcher.join()
+
+
+# Loading of images
+
+
+def measure_data(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Load an epoch of drawn scenes in one worker; no file of the run is written."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [f"output={folder}/run", f"data.root={folder}/data", "data.synthetic.scenes={train: 200}"]
+        config = resolve_config(load_config(arguments.config, words))
+        run = build_run(config)
+        sampler = GroupedBatchSampler(run.train_data.groups, config.train.images_per_batch)
+        loader = BatchLoader(run.train_data, sampler, run.collate, workers=1, keep_workers=True)
+        times = take_turns({"one worker": lambda: list(map(len, loader))}, arguments, device)
+        pixels = next(iter(loader)).images.pixels
+    rate = len(sampler) * len(pixels) / times["one worker"]["median"]
+    shape = f"{str(pixels.dtype).removeprefix('torch.')} {list(pixels.shape)}"
+    print(f"  {rate:.1f} images per second; a batch is {shape}, {pixels.nbytes / 1e6:.1f} MB")
+    return {"images_per_second": rate, "batch_bytes": pixels.nbytes}
 
 
 # Detectors

@@ -55,6 +55,13 @@ def test_a_sweep_measures_every_combination(train, tmp_path):
     assert all(case["median"] > 0 and case["peak_gib"] > 0.1 for case in cases)
 
 
+def test_images_are_counted_per_second(tmp_path):
+    output, config = tmp_path / "result.json", str(ROOT / "configs" / "tiny" / "refcoco.yaml")
+    assert tool.main(["data", "--config", config, "--json", str(output), "--repetitions", "1", "--warm-up", "0"]) == 0
+    result = json.loads(output.read_text(encoding="utf-8"))
+    assert result["images_per_second"] > 0 and result["batch_bytes"] % 3 == 0
+
+
 @pytest.mark.parametrize("other", ["same", "different"])
 def test_detectors_are_compared(monkeypatch, tmp_path, other):
     def make_two(config: Path) -> dict[str, torch.nn.Module]:
