@@ -35,7 +35,7 @@ def test_a_run_directory_belongs_to_one_training(tiny_config, on_cpu):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train.keep_best=val/acuracy_gt_boxes"], r"val/acuracy_gt_boxes'; it must be one of .*val/accuracy_gt_boxes"),
+        (["train.keep_best=val/acuracy_gt_boxes"], r"did you mean 'val/accuracy_gt_boxes'"),
         (["train.trackers=[board]"], r"train.trackers has 'board'"),
         (["detector.weights=./nowhere.pth"], r"nowhere.pth"),
         (["data.files.detections=nowhere.json", "eval.boxes=[detections]"], r"nowhere\.json"),
