@@ -162,7 +162,8 @@ class DetectorSettings(Settings, frozen=True):
     # what the weights must contain; the rest is initialised randomly
     expect: Literal["all", "no_attributes", "backbone"] = "all"
     freeze: bool = False  # keep the initial weights and batch statistics of the whole detector
-    loss_weight: NonNegativeFloat = 0.0  # weight of the detection losses relative to the task's; 0 = not computed
+    # weight of the detection losses relative to the task's; 0 = not computed, and the RPN and box predictor are frozen
+    loss_weight: NonNegativeFloat = 0.0
     # weights of individual detection losses; default 1
     loss_weights: dict[
         Literal["loss_rpn_cls", "loss_rpn_loc", "loss_cls", "loss_box_reg", "loss_attribute"], float

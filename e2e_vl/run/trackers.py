@@ -109,12 +109,9 @@ def describe_run(config: RunConfig, run: Run, accelerator: Accelerator, step: in
         parts["phrases"] = run.model.phrase_head
     for name, part in parts.items():
         starts = [one for one in run.starts if one.part == ("task" if name == "head" else name)]
-        frozen = ""
-        if name == "detector" and config.detector.freeze:
-            frozen = ", frozen"
-        elif name == "detector" and config.detector.loss_weight == 0:
-            frozen = ", those that only detection losses train are frozen"
         number = sum(one.numel() for one in part.parameters())
+        num_frozen = number - sum(one.numel() for one in part.parameters() if one.requires_grad)
+        frozen = ", frozen" if num_frozen == number > 0 else f", {num_frozen:,} of them frozen" if num_frozen else ""
         lines.append((name, f"{number:,} parameters{frozen}, {describe_weights(part, starts)}"))
     return "\n".join([config.output, *(f"  {name:<11s} {text}" for name, text in lines)])
 

@@ -12,6 +12,7 @@ from detector.io import read_json
 from e2e_vl.config import load_config
 from e2e_vl.io import read_log
 from e2e_vl.run import train as training
+from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.evaluate import evaluate_run
 from e2e_vl.run.train import BestModel, train
 from tests.run.runs import logged, lose_newest
@@ -132,7 +133,7 @@ def test_compiled_blocks_train_like_others(tiny_config, monkeypatch, tmp_path):
         assert two["referring"] == pytest.approx(one["referring"], rel=1e-5)
 
 
-def test_a_frozen_detector_does_not_change(tiny_config):
+def test_a_frozen_detector_does_not_change(tiny_config, capsys):
     words = "detector.freeze=true", f"{RESNETS}.NORM=BN", "train={max_steps: 2, save_every_epochs: 0.01}"
     config = tiny_config(*words, "eval.boxes=[]")
     train(config)
@@ -141,6 +142,16 @@ def test_a_frozen_detector_does_not_change(tiny_config):
     assert any("running_mean" in name for name in before)
     assert changed == {"encoder", "task"}
     assert set(logged(config.output)[0]) & {"lr_detector", "lr_encoder"} == {"lr_encoder"}
+    assert "detector    197,982 parameters, frozen, all random" in capsys.readouterr().out
+
+
+def test_without_detection_losses_what_only_they_train_is_frozen(tiny_config, capsys):
+    config = tiny_config(*GT_ONLY, "train={max_steps: 1, trackers: []}")
+    train(config)
+    _, model, _ = load_model(Path(config.output))
+    parts = model.detector.proposal_generator, model.detector.roi_heads.box_predictor
+    number = sum(one.numel() for part in parts for one in part.parameters())
+    assert f"detector    197,982 parameters, {number:,} of them frozen, " in capsys.readouterr().out
 
 
 # Numbers that are not finite
