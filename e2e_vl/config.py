@@ -231,7 +231,7 @@ class TrainSettings(Settings, frozen=True):
     # after the warm-up; linear (the same as triangle) and cosine fall to 0
     schedule: Literal["linear", "cosine", "constant", "steps", "triangle"] = "linear"
     schedule_first: bool = False  # the first update has the rate of step 1, not 0 (official VL-BERT code)
-    decay_steps: list[PositiveInt] = []  # schedule "steps": optimiser steps before each decay
+    decay_shares: list[Fraction] = []  # schedule "steps": fractions of all steps before each decay
     decay_factor: PositiveFloat = 0.1  # schedule "steps": factor per decay
     clip_norm: PositiveFloat | None = 1.0  # maximum norm of all gradients together
     clip_tensor_norm: PositiveFloat | None = None  # bert_adam: maximum norm per parameter (VisualBERT: 1.0)
@@ -257,7 +257,7 @@ class TrainSettings(Settings, frozen=True):
     patience: PositiveInt | None = None  # stop after this many evaluations without an improvement of keep_best
 
     def __post_init__(self) -> None:
-        share, steps = self.warmup_share, self.decay_steps
+        share, decays = self.warmup_share, self.decay_shares
         falls = self.schedule in ("linear", "triangle")
         per_step = f"images_per_batch {self.images_per_batch} must be a multiple of accumulate {self.accumulate}"
         for is_wrong, message in (
@@ -276,8 +276,8 @@ class TrainSettings(Settings, frozen=True):
                 f"warmup_share is {share}; it must be from 0 to 1, or -1 with schedule linear or triangle",
             ),
             (
-                (self.schedule == "steps") != bool(steps) or steps != sorted(set(steps)),
-                f"decay_steps is {steps}; it must rise with schedule=steps, and be empty with the others",
+                (self.schedule == "steps") != bool(decays) or decays != sorted(set(decays)),
+                f"decay_shares is {decays}; it must rise with schedule=steps, and be empty with the others",
             ),
             (self.images_per_batch % self.accumulate != 0, per_step),
         ):

@@ -103,7 +103,7 @@ def test_objectives_may_be_given_by_their_weights():
         ("train.accumulate=3", "images_per_batch 32 must be a multiple of accumulate 3"),
         ("data.boxes.train=detections", "data.files.detections"),
         ("data.boxes.selection.min_regions=500", "data.boxes.selection"),
-        ("train.schedule=steps", "decay_steps"),
+        ("train.schedule=steps", "decay_shares"),
         ("train.clip_tensor_norm=1", "clip_tensor_norm needs optimizer=bert_adam"),
         ("train.decay_bn_scales=true", "decay_bn_scales needs decay_norm_and_bias=false"),
         ("train.warmup_share=-0.5", "warmup_share is -0.5"),

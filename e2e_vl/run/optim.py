@@ -182,10 +182,11 @@ def build_schedule(
     if settings.schedule == "constant":
         schedule = get_constant_schedule_with_warmup(optimizer, warmup, last_epoch=last)
     elif settings.schedule == "steps":
+        decays = [round(share * total_steps) for share in settings.decay_shares]
 
         def factor_of(step: int) -> float:
             warm = min(step / warmup, 1.0) if warmup else 1.0
-            return warm * settings.decay_factor ** bisect.bisect_right(settings.decay_steps, step)
+            return warm * settings.decay_factor ** bisect.bisect_right(decays, step)
 
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor_of, last_epoch=last)
     else:

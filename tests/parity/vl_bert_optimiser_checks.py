@@ -55,7 +55,8 @@ def settings_of(name: str, options: dict) -> TrainSettings:
         )
     sgd, milestones = options["sgd"], options["sgd"]["milestones"]
     schedule = "steps" if milestones else "constant"
-    return TrainSettings(optimizer="sgd", momentum=sgd["momentum"], schedule=schedule, decay_steps=milestones, **common)
+    shares = [step / options["steps"] for step in milestones]
+    return TrainSettings(optimizer="sgd", momentum=sgd["momentum"], schedule=schedule, decay_shares=shares, **common)
 
 
 @pytest.mark.parametrize("resumed", [False, True])

@@ -108,7 +108,7 @@ def test_schedule_warms_up_and_decays_and_can_go_on_anywhere(schedule, first, wa
         head_lr=2.0,
         schedule=schedule,
         schedule_first=first,
-        decay_steps=[6, 9] if schedule == "steps" else [],
+        decay_shares=[0.5, 0.75] if schedule == "steps" else [],
         decay_factor=0.5,
         **warmup,
     )
