@@ -22,31 +22,31 @@ from detector.config import DetectorConfig
 from detector.errors import MissingFileError, UserError
 from detector.zoo import (
     PUBLISHED,
-    PUBLISHED_WEIGHTS,
     PublishedWeights,
     cache_folder,
     download_weights,
     find_published_weights,
+    published_weights,
     read_vocabulary,
     resolve_weights,
 )
 
 ROOT = Path(__file__).parents[2]
-BY_NAME = {weights.name: weights for weights in PUBLISHED_WEIGHTS}
+BY_NAME = {weights.name: weights for weights in published_weights()}
 PUBLISHERS = ("torchvision/", "detectron2/", "bottom-up-attention/")
 V2 = "torchvision/fasterrcnn_resnet50_fpn_v2-coco"
 R50 = "detectron2/ImageNetPretrained/MSRA/R-50"
 
 
 def test_names_addresses_and_files_are_unique():
-    ends = [weights.name.rpartition("/")[2] for weights in PUBLISHED_WEIGHTS]  # by which they may be named
+    ends = [weights.name.rpartition("/")[2] for weights in published_weights()]  # by which they may be named
     assert len(set(ends)) == len(ends)
     for field in ("name", "address", "file"):
-        values = [getattr(weights, field).lower() for weights in PUBLISHED_WEIGHTS]
+        values = [getattr(weights, field).lower() for weights in published_weights()]
         assert len(set(values)) == len(values), field
 
 
-@pytest.mark.parametrize("weights", PUBLISHED_WEIGHTS, ids=lambda weights: weights.name)
+@pytest.mark.parametrize("weights", published_weights(), ids=lambda weights: weights.name)
 def test_entry(weights: PublishedWeights):
     assert weights.name.startswith(PUBLISHERS)
     assert re.fullmatch(r"https://[\w.-]+/.+", weights.address)
@@ -72,7 +72,7 @@ def test_configs_of_the_repository_are_the_same(name: str):
 
 
 @pytest.mark.parametrize(
-    "weights", [one for one in PUBLISHED_WEIGHTS if one.name.startswith("torchvision/")], ids=lambda one: one.name
+    "weights", [one for one in published_weights() if one.name.startswith("torchvision/")], ids=lambda one: one.name
 )
 def test_torchvision_agrees(weights: PublishedWeights):
     builder, version = weights.name.removeprefix("torchvision/").split("-")
