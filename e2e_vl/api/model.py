@@ -80,11 +80,6 @@ def to_image_file(image: ImageInput) -> ImageFile:
     return ImageBytes(stream.getvalue(), "(the image given)")
 
 
-def image_key(image: ImageFile) -> Path | bytes:
-    """A key that is equal for equal files or equal bytes."""
-    return image.resolve() if isinstance(image, Path) else image.content
-
-
 def repeat_for_questions(value: Any, count: int, is_one: Callable[[Any], bool], what: str) -> list[Any]:
     """A single value `count` times, or a list of `count` values.
 
@@ -237,10 +232,8 @@ def draw_on(
     phrases: Sequence[GroundedPhrase] = (),
 ) -> Image.Image:
     """Draw boxes given in pixels of the original image; pixels inside the `covered` boxes become grey."""
-    if isinstance(image, ImageBytes):
-        pixels, size = load_resized(image.content, DISPLAY_SIZE, "RGB", image.name)
-    else:
-        pixels, size = load_resized(image, DISPLAY_SIZE, "RGB")
+    content, name = (image.content, image.name) if isinstance(image, ImageBytes) else (image, str(image))
+    pixels, size = load_resized(content, DISPLAY_SIZE, "RGB", name)
     pixels = pixels.copy()
 
     def on_picture(boxes: Any) -> np.ndarray:
@@ -425,16 +418,13 @@ class TrainedModel(
             answer, count, lambda one: one is None or isinstance(one, str), "answer must be a string"
         )
         given = convert_boxes(boxes)
-        files: dict[int, ImageFile] = {}  # by object id: repeated images are converted once
+        groups = [one if isinstance(one, tuple) else (one,) for one in images]
+        distinct = {id(one): one for group in groups for one in group}
+        files = {key: to_image_file(one) for key, one in distinct.items()}
         questions = []
-        for row in range(count):
-            several = images[row] if isinstance(images[row], tuple) else (images[row],)
-            for one in several:
-                if id(one) not in files:
-                    files[id(one)] = to_image_file(one)
-            first, *others = (files[id(one)] for one in several)
-            question = Question(first, texts[row], given, all_choices[row], all_answers[row], others=tuple(others))
-            questions.append(question)
+        for group, words, *more in zip(groups, texts, all_choices, all_answers, strict=True):
+            first, *others = (files[id(one)] for one in group)
+            questions.append(Question(first, words, given, *more, others=tuple(others)))
         answers = self._answer_with_warnings(questions)
         return answers if lists else answers[0]
 
@@ -475,7 +465,7 @@ class TrainedModel(
         for number, question in enumerate(questions):
             key: Any = number
             if self.network.task.batches_questions:
-                key = (*map(image_key, question.images), id(question.boxes), id(question.boxes_to_mask))
+                key = (question.images, id(question.boxes), id(question.boxes_to_mask))
             groups.setdefault(key, []).append(number)
         samples = [self._sample([questions[number] for number in group]) for group in groups.values()]
         limit = self.config.eval.images_per_batch if self.network.task.batches_questions else 1

@@ -3,6 +3,7 @@
 # without `from __future__ import annotations`: gradio looks for `SelectData` in annotations, not for strings
 
 import dataclasses
+import html
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,21 +22,6 @@ MAX_PHOTO_MEGABYTES = 20  # of an uploaded photo
 SESSION_SECONDS = 3600  # lifetime of a session after its last change, and minimum lifetime of photos
 MAX_SESSIONS = 50  # maximum number of sessions in memory
 _MAX_QUEUE = 20  # maximum length of the request queue
-_CSS = """
-.gradio-container {max-width: 1500px !important}
-#problem {border-left: 4px solid #c0392b; padding: 0.4em 0.8em}
-#words .token {margin: 2px; padding: 1px 5px; border: 1px solid #bbb; border-radius: 4px; cursor: pointer}
-/* label and buttons above the picture, so that they do not cover it */
-#regions .image-container, #picture .image-container, #picture-after .image-container
-    {padding-top: 2.4em; box-sizing: border-box}
-/* the height of texts follows their content */
-#answer textarea, #answer-after textarea, #boxes textarea, #boxes-after textarea, #phrases textarea
-    {field-sizing: content; height: auto !important; min-height: 3.2em; max-height: 16em}
-@media (max-width: 640px) {
-    .pair {flex-direction: column !important}
-    .pair > * {width: 100% !important}
-}
-"""
 
 
 def build_page(explorer: Explorer, title: str) -> "gradio.Blocks":
@@ -45,9 +31,9 @@ def build_page(explorer: Explorer, title: str) -> "gradio.Blocks":
     page = gr.Blocks(title=title, analytics_enabled=False, delete_cache=(SESSION_SECONDS, SESSION_SECONDS))
     with page:
         state = gr.State(Session(), time_to_live=SESSION_SECONDS)
-        gr.Markdown(f"## {_escape_markdown(title)}")
+        gr.HTML(f"<h2>{html.escape(title)}</h2>")
         for sentence in filter(None, (explorer.warning, explorer.note)):
-            gr.Markdown(_escape_markdown(sentence))
+            gr.HTML(html.escape(sentence))
         _connect(gr, explorer, state, _components(gr))
     return page
 
@@ -65,7 +51,7 @@ def _components(gr: Any) -> dict[str, Any]:
             add(gr.File, "photo", f"Photo, at most {MAX_PHOTO_MEGABYTES} MB", file_types=["image"], height=140)
             add(gr.Textbox, "text", "Phrase or question", max_length=MAX_TEXT_LENGTH, max_lines=1)
             parts["ask"] = gr.Button("Ask", variant="primary", elem_id="ask")
-            parts["problem"] = gr.Markdown(visible=False, elem_id="problem")
+            parts["problem"] = gr.HTML(visible=False, elem_id="problem")
             with gr.Row(elem_classes="pair"):
                 add(gr.Textbox, "answer", "Answer", lines=2, max_lines=8)
                 add(gr.Textbox, "answer-after", "Answer with hidden regions", lines=2, max_lines=8)
@@ -184,7 +170,7 @@ def serve(page: "gradio.Blocks", *, host: str, port: int | None) -> str:
         run_history=False,
         state_session_capacity=MAX_SESSIONS,
         quiet=True,
-        css=_CSS,
+        css_paths=Path(__file__).with_name("page.css"),
         theme=gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"]),  # nothing is downloaded
     )
     return address
@@ -206,7 +192,7 @@ def values(gr: Any, session: Session, error: str) -> dict[str, Any]:
             sides = [round(float(side), 1) for side in box]
             table.append([row, name, *sides, "" if shares is None else f"{shares[row]:.3f}"])
     return {
-        "problem": gr.update(value=_escape_markdown(error), visible=bool(error)),
+        "problem": gr.update(value=html.escape(error), visible=bool(error)),
         "answer": _answer(before),
         "answer-after": _answer(after),
         "boxes": _boxes(before),
@@ -246,8 +232,3 @@ def _coloured_words(session: Session) -> list[tuple[str, float | None]]:
         return [(word, None) for word in words]
     shares = session.attention[: len(words)]
     return [(word, float(share) / max(float(shares.max()), 1e-12)) for word, share in zip(words, shares, strict=True)]
-
-
-def _escape_markdown(text: str) -> str:
-    """A text with Markdown characters escaped."""
-    return "".join(f"&#{ord(one)};" if one in "\\`*_{}[]()#+-!|~<>&\"'" else one for one in text)

@@ -33,7 +33,6 @@ from e2e_vl.api.model import (
     TrainedModel,
     box_marks,
     convert_boxes,
-    image_key,
     to_image_file,
 )
 from e2e_vl.drawing import PALETTE
@@ -277,16 +276,6 @@ def test_arrays_and_modes_that_only_memory_has():
 def test_what_is_no_image(image, message):
     with pytest.raises(UserError, match=message):
         pixels_of(image)
-
-
-def test_one_image_has_one_key(tmp_path, monkeypatch):
-    picture().save(tmp_path / "a.png")
-    (tmp_path / "link.png").symlink_to(tmp_path / "a.png")
-    monkeypatch.chdir(tmp_path)
-    names = (tmp_path / "a.png", "a.png", Path("./a.png"), tmp_path / "link.png")
-    assert len({image_key(to_image_file(name)) for name in names}) == 1
-    assert image_key(to_image_file(picture())) == image_key(to_image_file(np.asarray(picture())))
-    assert image_key(to_image_file(picture())) != image_key(to_image_file(picture("L")))
 
 
 def test_forms_of_boxes():
