@@ -25,7 +25,7 @@ from torch import Tensor
 from torchvision.ops import clip_boxes_to_image
 
 from detector.boxes import Array
-from detector.config import InputConfig
+from detector.config import InputConfig, Rounding
 from detector.errors import UserError, reading
 from detector.structures import ImageBatch
 
@@ -43,14 +43,16 @@ class ResizeRule:
     Args:
         short_edge: target length of the short edge, in pixels.
         long_edge: maximum length of the long edge, in pixels.
-        rounding: "detectron2" (`ResizeShortestEdge`: both edges are rounded), "torchvision" (both edges are scaled by
-            the same factor and truncated) or "truncate" (official VL-BERT code: if the long edge exceeds its limit, the
-            short edge is truncated first and the long edge is computed from it, so it may be just below `long_edge`).
+        rounding: "detectron2" (`ResizeShortestEdge`: halves are rounded up) or "truncate" (official VL-BERT code: if the
+            long edge exceeds its limit, the short edge is truncated first and the long edge is computed from it, so it
+            may be just below `long_edge`). The others scale both edges by one factor: "torchvision" truncates them,
+            "opencv" (bottom-up attention, Detectron) rounds halves to even, and so does "r2c", which fits every image
+            into a window `long_edge` wide and `short_edge` high.
     """
 
     short_edge: int = 800
     long_edge: int = 1333
-    rounding: Literal["detectron2", "truncate", "torchvision"] = "detectron2"
+    rounding: Rounding = "detectron2"
 
     def target_size(self, h: int, w: int) -> tuple[int, int]:
         """Return (height, width), at least 1, after resizing an image of height h and width w."""
@@ -69,8 +71,10 @@ class ResizeRule:
             new_long = min(new_short * long // short, self.long_edge)
             new_h, new_w = (new_long, new_short) if w < h else (new_short, new_long)
         else:
-            factor = min(self.short_edge / short, self.long_edge / long)
-            new_h, new_w = math.floor(h * factor), math.floor(w * factor)
+            window = (h, w) if self.rounding == "r2c" else (short, long)
+            factor = min(self.short_edge / window[0], self.long_edge / window[1])
+            to_whole = math.floor if self.rounding == "torchvision" else round
+            new_h, new_w = to_whole(h * factor), to_whole(w * factor)
         return max(new_h, 1), max(new_w, 1)
 
 

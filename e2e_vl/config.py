@@ -29,6 +29,7 @@ from detector.config import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Rounding,
     SelectionRule,
     merge,
 )
@@ -109,7 +110,7 @@ class ResizeSettings(Settings, frozen=True):
     # training samples one, testing uses the last
     short_edge: Annotated[list[PositiveInt], Meta(min_length=1)] = msgspec.field(default_factory=lambda: [600])
     long_edge: PositiveInt = 1000
-    rounding: Literal["truncate", "detectron2", "torchvision"] = "truncate"  # truncate: VL-BERT's
+    rounding: Rounding = "truncate"  # VL-BERT's
 
 
 class DataSettings(Settings, frozen=True):

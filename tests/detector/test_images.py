@@ -16,6 +16,7 @@ from detector.images import (
     load_resized,
     make_image_batch,
     mask_pixels,
+    mask_rectangles,
     normalise_images,
     resize_image,
 )
@@ -127,6 +128,28 @@ def test_load_resized_is_load_then_resize(tmp_path: Path):
 )
 def test_target_size(rule: ResizeRule, size: tuple[int, int], expected: tuple[int, int]):
     assert rule.target_size(*size) == expected
+
+
+@pytest.mark.parametrize(
+    ("rule", "size", "expected"),
+    [
+        (ResizeRule(600, 1000), (480, 642), (600, 803)),  # 802.5
+        (ResizeRule(600, 1000, "truncate"), (480, 642), (600, 802)),
+        (ResizeRule(600, 1000, "torchvision"), (480, 642), (600, 802)),
+        (ResizeRule(600, 1000, "opencv"), (480, 642), (600, 802)),
+        (ResizeRule(600, 1000, "opencv"), (646, 480), (808, 600)),  # 807.5
+        (ResizeRule(384, 768, "r2c"), (430, 1024), (322, 768)),  # 322.5
+        (ResizeRule(384, 768, "r2c"), (434, 1024), (326, 768)),  # 325.5
+        (ResizeRule(384, 768, "r2c"), (640, 480), (384, 288)),  # its window is wide
+    ],
+)
+def test_halves(rule: ResizeRule, size: tuple[int, int], expected: tuple[int, int]):
+    assert rule.target_size(*size) == expected
+
+
+@pytest.mark.parametrize(("rounding", "expected"), [("outward", [1, 2, 4, 6]), ("truncate", [1, 2, 5, 6])])
+def test_pixels_of_a_box(rounding: str, expected: list[int]):
+    assert mask_rectangles(torch.tensor([[1.5, 2.5, 4.0, 5.5]]), (8, 8), rounding).tolist() == [expected]
 
 
 def test_batch_is_padded_after_normalisation():

@@ -65,9 +65,9 @@ def test_the_whole_image_is_described_with_its_last_pixel_and_a_class_of_its_own
 
 
 def test_boxes_move_with_the_image_on_its_canvas():
-    detector, plain = network(**{"R2C.CANVAS": [80, 104]}), network()
+    detector, plain = network(**{"R2C.CANVAS": [81, 105]}), network()
     plain.load_state_dict(detector.state_dict())
-    sizes = torch.tensor([[80, 104]])
+    sizes = torch.tensor([[81, 105]])  # half of the room, 16.5 and 20.5, is truncated
     pasted = ImageBatch(detector.place_on_canvas(images())[0], sizes, sizes, ["0.jpg"])
     regions, moved = run(detector), BOXES + torch.tensor([20, 16, 20, 16])
     assert torch.allclose(regions.features[0], run(plain, pasted, boxes=[moved]).features[0], atol=1e-5)

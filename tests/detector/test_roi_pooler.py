@@ -25,6 +25,17 @@ def test_levels_without_rois_get_a_gradient_of_zero():
         assert not maps[1].grad.any()
 
 
+@pytest.mark.parametrize(("sign", "expected"), [(1, 15), (-1, -5)])
+def test_roi_pool_rounds_halves_up(sign, expected):
+    """A box from cell 0.5 to 2.5 is pooled from the cells 1 .. 3, as in Caffe."""
+    flat = flatten(published.TREE) | {"MODEL.ROI_BOX_HEAD.POOLER_TYPE": "ROIPool"}
+    pooler = RoIPooler(DetectorConfig.from_flat(flat | {"MODEL.ROI_BOX_HEAD.POOLER_RESOLUTION": 1}))
+    stride = pooler.strides[0]
+    cells = sign * torch.arange(16.0).reshape(1, 1, 4, 4)
+    rois = to_rois([torch.tensor([[0.5, 0.5, 2.5, 2.5]]) * stride])
+    assert pooler([cells], rois).item() == expected
+
+
 SCALE = 1 / 16
 SIDE = 14
 

@@ -82,14 +82,15 @@ def test_attributes_may_be_absent_if_asked(tmp_path: Path, original: FasterRCNN)
 
 
 def test_shipped_caffe_anchors():
-    """Caffe's rounded anchors are the ideal ones around (8, 8) within 7 %, in the same order."""
+    """Caffe rounds the sides of 16 x 16 pixels at each ratio, halves to even, and multiplies them."""
     caffe = DetectorConfig.from_yaml(PUBLISHED / "bottom_up_attention_caffe.yaml")
     port = DetectorConfig.from_yaml(PUBLISHED / "bottom_up_attention.yaml")
     cells = torch.tensor(caffe.anchors.cell_anchors)
     assert torch.equal(cells[:, :2] + cells[:, 2:], torch.full((12, 2), 16.0))
     sides = cells[:, 2:] - cells[:, :2]
-    ideal = [(s / r**0.5, s * r**0.5) for s in port.anchors.sizes[0] for r in port.anchors.aspect_ratios[0]]
-    torch.testing.assert_close(sides, torch.tensor(ideal), rtol=0.07, atol=0)
+    widths = {ratio: round(16 / ratio**0.5) for ratio in port.anchors.aspect_ratios[0]}
+    rounded = [(w, round(w * ratio)) for ratio, w in widths.items()]  # 23 * 0.5 is a half
+    assert sides.tolist() == [[w * s / 16, h * s / 16] for s in port.anchors.sizes[0] for w, h in rounded]
     same = msgspec.structs.replace(caffe, anchors=port.anchors, rpn=port.rpn, roi_heads=port.roi_heads)
     assert same == port
 
