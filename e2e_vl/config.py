@@ -231,6 +231,8 @@ class TrainSettings(Settings, frozen=True):
     warmup_share: Annotated[float, Meta(ge=-1, le=1)] | None = None
     # after the warm-up; linear (the same as triangle) and cosine fall to 0
     schedule: Literal["linear", "cosine", "constant", "steps", "triangle"] = "linear"
+    # the part of a longer schedule, with its objectives, that this run follows, as shares: [0.5, 1.0] is the second half
+    schedule_part: tuple[Fraction, Fraction] = (0.0, 1.0)
     schedule_first: bool = False  # the first update has the rate of step 1, not 0 (official VL-BERT code)
     decay_shares: list[Fraction] = []  # schedule "steps": fractions of all steps before each decay
     decay_factor: PositiveFloat = 0.1  # schedule "steps": factor per decay
@@ -280,6 +282,7 @@ class TrainSettings(Settings, frozen=True):
                 (self.schedule == "steps") != bool(decays) or decays != sorted(set(decays)),
                 f"decay_shares is {decays}; it must rise with schedule=steps, and be empty with the others",
             ),
+            (self.schedule_part[0] >= self.schedule_part[1], f"schedule_part is {self.schedule_part}; it must rise"),
             (self.images_per_batch % self.accumulate != 0, per_step),
         ):
             if is_wrong:

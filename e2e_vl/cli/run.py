@@ -15,7 +15,8 @@ TRAIN = """Train detector, encoder and task together.
     e2e-vl train --config configs/demo/refcoco.yaml train.lr=1e-3 output=runs/my_run
     accelerate launch tools/train.py --config configs/demo/refcoco.yaml train.lr=1e-3 output=runs/my_run
 
-`key=value` settings override the file. `--resume` continues the run in `output` exactly. `e2e-vl` trains in one
+`key=value` settings override the file. `--draw-schedule FILE.png` only draws the learning rates and the weights of
+pre-training objectives over the steps of a run with `train.max_steps`. `--resume` continues the run in `output` exactly. `e2e-vl` trains in one
 process; `accelerate launch` and `torchrun` start several. SIGTERM, SIGHUP and Ctrl-C finish the current step, save a
 checkpoint and exit with status 143, 129 or 130; errors exit with status 2.
 """
@@ -58,10 +59,16 @@ def train(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser = make_parser(TRAIN, prog)
     parser.add_argument("--config", required=True, help="YAML file of the run")
     parser.add_argument("--resume", action="store_true", help="continue from the run directory's newest checkpoint")
+    parser.add_argument("--draw-schedule", type=Path, metavar="PNG", help="draw the schedule instead of training")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file")
     args = parser.parse_intermixed_args(argv)
     config = load_config(args.config, args.overrides)
     read_detector_config(config.detector)  # errors before torch is imported
+    if args.draw_schedule is not None:
+        from e2e_vl.run.report import draw_schedule  # late: imports torch
+
+        draw_schedule(config, args.draw_schedule)
+        return 0
     # suppress DDP's warning on every process that find_unused_parameters found none
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 from transformers import get_linear_schedule_with_warmup as get_linear
 
-from e2e_vl.config import TrainSettings
+from e2e_vl.config import RunConfig, TrainSettings
 from e2e_vl.model import VisionLanguageModel
 
 
@@ -161,10 +161,41 @@ def build_optimizer(
     return (OfficialAdamW if settings.optimizer == "adamw_official" else torch.optim.AdamW)(groups, **options)
 
 
+def schedule_span(settings: TrainSettings, total_steps: int) -> tuple[int, int]:
+    """First step and length of the schedule that a run of `total_steps` follows, see `train.schedule_part`."""
+    start, end = settings.schedule_part
+    length = round(total_steps / (end - start))
+    return round(start * length), length
+
+
+def objective_weights(config: RunConfig, total_steps: int, step: int) -> dict[str, float]:
+    """The weight of each pre-training objective in the update after `step` steps; 0 before it begins."""
+    skipped, length = schedule_span(config.train, total_steps)
+    objectives = getattr(config.task.config, "objectives", {})
+    begun = {name: skipped + step >= one.begin * length for name, one in objectives.items()}
+    return {name: one.weight * begun[name] for name, one in objectives.items() if one.weight}
+
+
+def preview(config: RunConfig, total_steps: int, points: int = 1000) -> Iterator[dict[str, Any]]:
+    """Learning rates and weights of objectives over the steps of a run, as lines of its log."""
+    settings = config.train
+    rates = {"detector": settings.detector_lr, "encoder": settings.lr, "head": settings.head_lr}
+    for step in range(0, total_steps, math.ceil(total_steps / points)):
+        groups = [
+            {"name": f"lr_{name}", "params": [torch.zeros(())], "lr": settings.lr if rate is None else rate}
+            for name, rate in rates.items()
+        ]
+        optimizer = torch.optim.SGD(groups)
+        build_schedule(optimizer, settings, total_steps, steps_done=step)
+        values = {group["name"]: group["lr"] for group in optimizer.param_groups}
+        weights = objective_weights(config, total_steps, step)
+        yield {"step": step, "kind": "train", **values, **{f"weight_{name}": one for name, one in weights.items()}}
+
+
 def build_schedule(
     optimizer: torch.optim.Optimizer, settings: TrainSettings, total_steps: int, *, steps_done: int = 0
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Linear warm-up, then the chosen decay over `total_steps` optimiser steps (not micro-batches).
+    """Linear warm-up, then the chosen decay over `total_steps` optimiser steps (not micro-batches), or a part of that.
 
     Update u (from 0) has the learning rate of step u; with `schedule_first`, as in the official VL-BERT code, that of
     step u + 1: the rate of the first update is not 0, and that of the last one is. `BertAdam` evaluates the schedule
@@ -176,7 +207,8 @@ def build_schedule(
     """
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
-    first = int(settings.schedule_first)
+    skipped, total_steps = schedule_span(settings, total_steps)
+    first = skipped + int(settings.schedule_first)
     last = steps_done - 1 + first  # the constructor of a schedule makes one step
     warmup = settings.warmup_steps if settings.warmup_share is None else settings.warmup_share * total_steps
     if settings.schedule == "constant":

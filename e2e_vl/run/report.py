@@ -21,11 +21,13 @@ from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
 from detector.config import DetectorConfig, merge
+from detector.errors import UserError
 from detector.io import decode_yaml, read_json, write_text
 from e2e_vl.config import DataSettings, EncoderSettings, RunConfig, TaskSettings, differences
 from e2e_vl.io import file_name, read_log, read_text
 from e2e_vl.predictions import Prediction, read_predictions, with_target
 from e2e_vl.run.evaluate import MetricName
+from e2e_vl.run.optim import preview
 from e2e_vl.tasks.base import PredictionSummary, Task
 
 # Curves of losses and evaluations.
@@ -34,15 +36,16 @@ Series = dict[str, list[tuple[int, float]]]  # name -> (step, value)
 
 TASK, DETECTOR, SUM = "losses of the task", "losses of the detector (not weighted)", "weighted sum of all losses"
 EVALUATION, EVALUATION_LOSS = "evaluation", "loss of the evaluation"
+SCHEDULES = {"lr_": "learning rate", "weight_": "weight of objectives"}  # by prefix of a training line's values
 TOTAL = "loss"  # the weighted sum of all losses, in training and in evaluation
 DETECTOR_PREFIX = "loss_"  # detection losses have Detectron2's names
-# values of a training line that are not losses; learning rates begin with "lr_"
+# values of a training line that are not drawn
 OTHER_VALUES = ("step", "kind", "epoch", "grad_norm", "skipped_steps", "not_finite")
 MAX_MARKERS = 30  # curves with more points have no markers
 
 
 def draw_curves(lines: Sequence[dict[str, Any]]) -> bytes | None:
-    """Plot task losses, detector losses, their weighted sum, evaluation metrics and evaluation losses.
+    """Plot losses of task and detector, their weighted sum, evaluations and their losses, and what is scheduled.
 
     Evaluations of the kind "final" are on more images and are not plotted.
 
@@ -52,7 +55,8 @@ def draw_curves(lines: Sequence[dict[str, Any]]) -> bytes | None:
     Returns:
         The content of a PNG file; None if there is nothing to plot.
     """
-    plots: dict[str, Series] = {title: {} for title in (TASK, DETECTOR, SUM, EVALUATION, EVALUATION_LOSS)}
+    titles = (TASK, DETECTOR, SUM, EVALUATION, EVALUATION_LOSS, *SCHEDULES.values())
+    plots: dict[str, Series] = {title: {} for title in titles}
     for line in lines:
         for name in sorted(line):
             title, label = _find_plot(line["kind"], name)
@@ -73,9 +77,19 @@ def draw_curves(lines: Sequence[dict[str, Any]]) -> bytes | None:
     return buffer.getvalue()
 
 
+def draw_schedule(config: RunConfig, path: Path) -> None:
+    """Write a picture of the learning rates and the weights of objectives over the steps of a run to come."""
+    if config.train.max_steps is None:
+        raise UserError("Epochs have no steps without data; give train.max_steps, the steps to draw.")
+    path.write_bytes(draw_curves(list(preview(config, config.train.max_steps))))
+
+
 def _find_plot(kind: str, name: str) -> tuple[str, str]:
     """The plot of a value ("": none) and its label there."""
-    if kind == "train" and name not in OTHER_VALUES and not name.startswith("lr_"):
+    if kind == "train" and name not in OTHER_VALUES:
+        for prefix, title in SCHEDULES.items():
+            if name.startswith(prefix):
+                return title, name.removeprefix(prefix)
         return (SUM if name == TOTAL else DETECTOR if name.startswith(DETECTOR_PREFIX) else TASK), name
     metric = MetricName.read(name) if kind == "eval" else None
     if metric is None or metric.detail or not metric.measures_model:
@@ -85,15 +99,21 @@ def _find_plot(kind: str, name: str) -> tuple[str, str]:
 
 
 def _plot(axes: Axes, title: str, series: Series) -> None:
+    names: dict[tuple[tuple[int, float], ...], list[str]] = {}  # equal curves are one
     for name, points in series.items():
         # the last evaluation may be logged twice: between epochs and at the end
-        steps, values = zip(*dict(points).items(), strict=True)
-        axes.plot(steps, values, label=name, linewidth=1.2, marker="." if len(steps) <= MAX_MARKERS else None)
+        names.setdefault(tuple(dict(points).items()), []).append(name)
+    for points, found in names.items():
+        steps, values = zip(*points, strict=True)
+        marker = "." if len(steps) <= MAX_MARKERS else None
+        axes.plot(steps, values, label=", ".join(found), linewidth=1.2, marker=marker)
     values = [value for points in series.values() for _, value in points]
     if title == EVALUATION:
         axes.set_ylim(0, max(1.02, *values))
-    elif min(values) > 0 and max(values) > 10 * min(values):
+    elif title not in SCHEDULES.values() and min(values) > 0 and max(values) > 10 * min(values):
         axes.set_yscale("log")
+    else:
+        axes.ticklabel_format(axis="y", scilimits=(-3, 5))
     axes.set_title(title, fontsize=10, y=1)  # without y, matplotlib measures all texts to place it
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -45,7 +45,7 @@ from e2e_vl.run.build import Run, build_eval_data, build_run, resolve_config
 from e2e_vl.run.evaluate import LOSS, MetricName, evaluate_splits, phrase_weights
 from e2e_vl.run.guards import FiniteCheck, StopSignals, check_images, make_stopped_error, run_lock
 from e2e_vl.run.launch import make_accelerator, on_main
-from e2e_vl.run.optim import build_optimizer, build_schedule
+from e2e_vl.run.optim import build_optimizer, build_schedule, objective_weights
 from e2e_vl.run.trackers import describe_finished_run, describe_results, describe_run, start_trackers, track_pictures
 from e2e_vl.structures import Batch
 from e2e_vl.weights.loading import check_answers, check_vocabulary
@@ -313,6 +313,7 @@ class Trainer:
             that any process received, or 0.
         """
         accelerator, detector, clip_norm = self.accelerator, self.config.detector, self.config.train.clip_norm
+        objectives = objective_weights(self.config, self.total_steps, self.step)
         self.model.train()
         logged: dict[str, Tensor] = {}
         for number, batch in enumerate(micro_batches, start=1):
@@ -320,7 +321,10 @@ class Trainer:
             is_last = number == len(micro_batches)
             with contextlib.nullcontext() if is_last else accelerator.no_sync(self.model):
                 task_losses, detection_losses = self.model(batch.to(accelerator.device))
-                weights = {name: self.task_weights.get(name, 1.0) for name in task_losses}
+                # losses of objectives have their weights, but for those that have not begun
+                weights = {
+                    name: self.task_weights.get(name, 1.0) * bool(objectives.get(name, 1)) for name in task_losses
+                }
                 for name in detection_losses:
                     weights[name] = detector.loss_weight * detector.loss_weights.get(name, 1.0)
                 losses = sorted({**task_losses, **detection_losses}.items())
@@ -350,6 +354,7 @@ class Trainer:
         self.optimizer.step()  # skipped by the scaler in fp16 if gradients overflowed
         self.optimizer.zero_grad(set_to_none=True)
         values |= {f"lr_{group['name']}": group["lr"] for group in self.optimizer.param_groups}
+        values |= {f"weight_{name}": weight for name, weight in objectives.items()}
         if accelerator.scaler is not None:
             values["skipped_steps"] = float(not is_finite)
         if is_finite:
@@ -370,7 +375,7 @@ class Trainer:
         if self.step % self.config.train.log_every and self.step != self.total_steps:
             return
         means = {name: total / number for name, (total, number) in self.loss_sums.items()}
-        means |= {name: value for name, value in values.items() if name.startswith("lr_")}
+        means |= {name: value for name, value in values.items() if name.startswith(("lr_", "weight_"))}
         self.loss_sums = {}
         self.log.write(self.step, "train", {"epoch": self.step / self.steps_per_epoch, **means})
         self.accelerator.log({f"train/{name}": value for name, value in means.items()}, step=self.step)

@@ -191,6 +191,7 @@ class ObjectiveConfig(Settings, frozen=True):
 
     name: ClassVar[str] = "<name>"  # its key in `objectives`
     weight: NonNegativeFloat = 0.0
+    begin: Fraction = 0.0  # share of the schedule before which its weight in training is 0 (LXMERT's paper: 0.5)
 
     @classmethod
     def key(cls, field: str) -> str:

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from detector.structures import Loss
-from e2e_vl.config import TrainSettings
-from e2e_vl.run.optim import BertAdam, build_optimizer, build_schedule
+from e2e_vl.config import TrainSettings, load_config
+from e2e_vl.run.optim import BertAdam, build_optimizer, build_schedule, preview
+from tests.run.runs import ROOT
 
 
 def loss(total: float, count: float) -> Loss:
@@ -133,6 +134,27 @@ def test_a_share_of_minus_one_falls_from_half_of_the_rate():
     optimizer = build_optimizer(Parts(), settings)
     build_schedule(optimizer, settings, 12, steps_done=3)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.5 * (1 - 3 / 12) / 2)
+
+
+PAPER = ROOT / "configs" / "pretraining" / "lxmert_paper.yaml"
+
+
+def schedule_of(steps: int, *words: str, config: str = "lxmert_paper") -> list[tuple[float, float, float]]:
+    """Rate, and weights of question answering and of masked words, in each update."""
+    names = "lr_encoder", "weight_image_qa", "weight_masked_words"
+    found = load_config(PAPER.with_stem(config), ["data.root=DATA", *words])
+    return [tuple(line[name] for name in names) for line in preview(found, steps)]
+
+
+def test_the_schedule_of_lxmerts_paper():
+    """20 epochs of 10 steps: up in the first one, then down; questions join after 10, at half of the rate."""
+    whole = schedule_of(200)
+    rates, questions, words = zip(*whole, strict=True)
+    assert rates[:12] == pytest.approx([*(1e-5 * step for step in range(11)), 1e-4 * 189 / 190])
+    assert rates[100] == pytest.approx(1e-4 * 100 / 190) and rates[199] == pytest.approx(1e-4 / 190)
+    assert questions == (0.0,) * 100 + (2.0,) * 100 and set(words) == {1.0}
+    halves = schedule_of(100, "train.schedule_part=[0, 0.5]") + schedule_of(100, config="lxmert_paper_answers")
+    assert halves == whole
 
 
 # BertAdam; tests/parity/*_adam_checks.py compare it with the official ones

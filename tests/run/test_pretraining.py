@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from e2e_vl.tasks.objectives.texts import MatchTargets
 from e2e_vl.tasks.objectives.words import WordLabels
 from e2e_vl.tasks.pretraining import PretrainingTargets
 from tests.conftest import ENCODERS
-from tests.run.runs import ROOT, first_texts, logged, tiny
+from tests.run.runs import ROOT, assert_same_run, first_texts, logged, lose_newest, tiny
 from tests.weights.starts import options, replaced, same
 
 OBJECTIVES = {"masked_words", "masked_text", "masked_regions", "relationship"}
@@ -233,6 +234,33 @@ def test_lxmert_on_its_official_files(tmp_path):
     names = {"masked_words", "relationship", "object_labels", "attribute_labels", "region_features", "image_qa"}
     assert names <= set(losses) and all(0 <= losses[name] < 100 for name in names)
     assert {f"val/{name}_precomputed_boxes" for name in ("object_labels", "attribute_labels")} <= set(metrics)
+
+
+def test_an_objective_that_begins_later(tmp_path):
+    """Before, its head stays as it is. A run that is resumed in between goes on exactly."""
+    data = tmp_path / "data"
+    make_scenes(data, scenes={"train": 8, "val": 4}, formats=["lxmert"])
+    words = (
+        f"task.config.objectives.image_qa={{answers: {data / 'lxmert' / 'all_ans.json'}, weight: 2, begin: 0.5}}",
+        "train={max_steps: 4, save_every_epochs: 0.01, keep_checkpoints: 4, keep_best: null, weight_decay: 0}",
+        "data.texts_per_image=8",
+        "eval={every_epochs: 0, boxes: []}",
+    )
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    train(tiny("lxmert_files", data, whole, *words))
+    lines = logged(whole)
+    assert [line["weight_image_qa"] for line in lines] == [0, 0, 2, 2]
+    for line in lines:
+        objectives = [name.removeprefix("weight_") for name in line if name.startswith("weight_")]
+        total = sum(line[name] for name in objectives if line[f"weight_{name}"])
+        assert line["loss"] == pytest.approx(total) and line["image_qa"] > 0
+    heads = [load_file(path / "model" / "task" / "model.safetensors") for path in sorted(whole.glob("checkpoints/*"))]
+    moved = [(one["image_qa.head.output.weight"] - heads[0]["image_qa.head.output.weight"]).any() for one in heads]
+    assert moved == [False, False, True, True]
+    lose_newest(whole, resumed)
+    shutil.rmtree(resumed / "checkpoints" / "step_00000003")
+    train(tiny("lxmert_files", data, resumed, *words), resume=True)
+    assert_same_run(whole, resumed)
 
 
 # VisualBERT learns from pixels

@@ -16,6 +16,7 @@ import pytest
 from matplotlib.axes import Axes
 
 from detector.io import write_json
+from e2e_vl.cli.main import main
 from e2e_vl.config import BoxSource, EvalSettings, RunConfig, load_config, save_config
 from e2e_vl.io import RunLog
 from e2e_vl.predictions import GroundedPhrase, Prediction
@@ -90,6 +91,7 @@ def test_losses_are_grouped_and_their_sum_is_apart(plots):
         "losses of the detector (not weighted)": {"loss_cls": ([1, 2], [1.0, 0.5])},
         "weighted sum of all losses": {"loss": ([1, 2], [3.0, 2.0])},
         "evaluation": {"val: accuracy, gt boxes": ([2], [0.25])},  # the last one of a step counts
+        "learning rate": {"head": ([1, 2, 3], [1.0, 1.0, 1.0])},
     }
 
 
@@ -104,7 +106,22 @@ def test_losses_of_evaluations_have_axes_of_their_own(plots):
         "evaluation": ("linear", {"val: accuracy, gt boxes": ([1, 2], [0.1, 0.2])}),
         "loss of the evaluation": ("log", {"val: loss, gt boxes": ([1, 2], [40.0, 2.0])}),
     }
-    assert draw_curves([train_line(1, vqa=None)]) is None, "no values, no picture"
+    assert draw_curves(evaluations[:0]) is None, "no values, no picture"
+
+
+def test_a_schedule_is_drawn_before_the_run(plots, tmp_path):
+    """Equal curves are one."""
+    run = ["train", "--config", str(ROOT / "configs" / "pretraining" / "lxmert_paper.yaml"), "data.root=DATA"]
+    picture = tmp_path / "schedule.png"
+    assert main([*run, "--draw-schedule", str(picture)]) == 2, "epochs have no steps without data"
+    assert main([*run, "--draw-schedule", str(picture), "train.max_steps=200"]) == 0
+    assert cv2.imread(str(picture)).std() > 5
+    curves = {title: list(lines) for title, (_, lines) in plots.items()}
+    assert curves == {
+        "learning rate": ["detector, encoder, head"],
+        "weight of objectives": ["image_qa", "masked_words, object_labels, region_features, relationship"],
+    }
+    assert plots["weight of objectives"][1]["image_qa"] == (list(range(200)), [0.0] * 100 + [2.0] * 100)
 
 
 # Tables of metrics
