@@ -43,9 +43,9 @@ class ResizeRule:
     Args:
         short_edge: target length of the short edge, in pixels.
         long_edge: maximum length of the long edge, in pixels.
-        rounding: "detectron2" (`ResizeShortestEdge`: halves are rounded up) or "truncate" (official VL-BERT code: if the
-            long edge exceeds its limit, the short edge is truncated first and the long edge is computed from it, so it
-            may be just below `long_edge`). The others scale both edges by one factor: "torchvision" truncates them,
+        rounding: "detectron2" (`ResizeShortestEdge`: halves are rounded up) or "truncate" (official VL-BERT code: if
+            the long edge exceeds its limit, the short edge is truncated first and the long edge is computed from it, so
+            it may be just below `long_edge`). The others scale both edges by one factor: "torchvision" truncates them,
             "opencv" (bottom-up attention, Detectron) rounds halves to even, and so does "r2c", which fits every image
             into a window `long_edge` wide and `short_edge` high.
     """
