@@ -45,6 +45,7 @@ REQUIRED = {
     "import-features": "ban x --ids x --output x",
     "analyze-attention": "--run x",
     "convert": "x --output x",
+    "reproduce": "x",
     "synthesize": "--output x",
 }
 TINY = "configs/tiny/refcoco.yaml"

@@ -1,0 +1,271 @@
+"""Reproduce a row of a paper's table: the chain of commands from published files to its numbers.
+
+    e2e-vl reproduce vl_bert
+    e2e-vl reproduce vl_bert 1 base --data DATA --dry-run
+    e2e-vl reproduce vl_bert 1 base --data DATA --launch "accelerate launch --num_processes 4"
+
+Without a row it lists the rows and their published numbers. With one (or `all` of a table) it prints the chain: the
+commands, images and steps, the files that DATA lacks and where they are published, and what differs from the paper.
+Then it runs the chain, unless a file is missing. Finished steps are not repeated and interrupted ones are continued.
+With `--seeds` each step is run once per seed (one that sets its own: once), and numbers are mean ± standard deviation.
+A paper is a file in configs/reproduce; vl_bert.yaml describes the format.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from detector.errors import MissingFileError, UserError
+from detector.io import atomic_file, read_json, read_yaml
+from e2e_vl.cli.main import make_parser, print_errors
+from e2e_vl.config import RunConfig, load_config
+from e2e_vl.parts import Settings, decode
+
+PAPERS = Path(__file__).parents[2] / "configs" / "reproduce"
+NAME = re.compile(r"\{(\w+)\}")  # in a command
+
+
+class PublishedFile(Settings, frozen=True):
+    """A file or folder that is published, and where the chains expect it."""
+
+    path: str  # relative to --data
+    address: str  # where the project publishes it
+    size: str = ""  # as published; "" = unknown
+    checksum: str = ""  # such as sha256:...; "" = unknown
+
+
+class Step(Settings, frozen=True):
+    """A command of e2e-vl; {name} in it is the output of another step, a published file, or a name of `Row.with`."""
+
+    command: str
+    needs: tuple[str, ...] = ()  # published files that the command reads without naming them
+    instead: str | None = None  # published file with the same weights; if it exists, the step is not run
+    samples: int | None = None  # of an epoch of training: images, each with its texts
+    processes: int = 1  # GPUs of the official code
+    differs: str = ""  # from the paper
+
+
+class Number(Settings, frozen=True, array_like=True):
+    """A number of a row, as [published, step, metric]."""
+
+    published: float
+    step: str
+    metric: str = ""  # of the step, as a fraction; "" = an evaluation server computes it
+
+
+class Row(Settings, frozen=True):
+    """A row of a table or figure."""
+
+    title: str
+    numbers: dict[str, Number]
+    names: dict[str, str] = msgspec.field(default_factory=dict, name="with")  # used in steps -> step, file or word
+    from_memory: bool = False  # the numbers were not compared with the paper's text
+    differs: str = ""
+
+
+class Paper(Settings, frozen=True):
+    """The rows of a paper, and the steps that lead to their numbers."""
+
+    title: str
+    steps: dict[str, Step]
+    tables: dict[str, dict[str, Row]]  # table or figure -> name of the row -> row
+    files: dict[str, PublishedFile]
+    differs: tuple[str, ...] = ()  # in all rows
+
+
+class Chain:
+    """The steps of a row in order, with their commands.
+
+    Args:
+        name: of the row.
+        data: folder of the published files.
+        output: folder of the steps' outputs.
+        settings: `key=value` settings of all trainings.
+        seed: of all trainings that do not set their own; None: those of the configs.
+    """
+
+    def __init__(
+        self, paper: Paper, name: str, row: Row, data: Path, output: Path, settings: list[str], seed: int | None = None
+    ) -> None:
+        self.paper, self.name, self.row, self.data, self.output = paper, name, row, data, output
+        self.settings, self.seed = settings, seed
+        self.steps: dict[str, Step] = {}
+        self.files: dict[str, PublishedFile] = {}
+        for number in row.numbers.values():
+            self._add(number.step)
+
+    def _add(self, name: str) -> None:
+        """Add a step after those that it needs, or a file."""
+        if name in self.paper.files:
+            self.files[name] = self.paper.files[name]
+        elif not self._has(self.paper.steps[name].instead):
+            for other in self._others(name):
+                self._add(other)
+            self.steps[name] = self.paper.steps[name]
+
+    def _others(self, name: str) -> list[str]:
+        """The steps and files that a step needs."""
+        step = self.paper.steps[name]
+        named = [self.row.names.get(word, word) for word in NAME.findall(step.command)]
+        return [*filter({**self.paper.steps, **self.paper.files}.__contains__, named), *step.needs]
+
+    def _has(self, file: str | None) -> bool:
+        return file is not None and self.place(file).exists()
+
+    def _is_own(self, name: str) -> bool:
+        """Whether a step depends on the row."""
+        words = NAME.findall(self.paper.steps[name].command) if name in self.paper.steps else []
+        return any(word in self.row.names or self._is_own(word) for word in words)
+
+    def place(self, name: str) -> Path:
+        """The output of a step, or the file that takes its place; or a published file."""
+        if name in self.paper.files:
+            return self.data / self.paper.files[name].path
+        step = self.paper.steps[name]
+        if self._has(step.instead):
+            return self.place(step.instead)
+        seed = "" if self.seed is None or " seed=" in step.command else f"_{self.seed}"
+        return self.output / f"{name}{f'_{self.name}' if self._is_own(name) else ''}{seed}"
+
+    def command(self, name: str) -> list[str]:
+        """The words after e2e-vl."""
+
+        def fill(found: re.Match[str]) -> str:
+            word = self.row.names.get(found[1], name if found[1] == "output" else found[1])
+            if word in self.paper.steps or word in self.paper.files:
+                return str(self.place(word))
+            return word if found[1] in self.row.names else found[0]
+
+        words = [NAME.sub(fill, word) for word in shlex.split(self.steps[name].command)]
+        if words[0] != "train":
+            return words
+        seed = [] if self.seed is None or " seed=" in self.steps[name].command else [f"seed={self.seed}"]
+        return [*words, f"data.root={self.data}", f"output={self.place(name)}", *seed, *self.settings]
+
+    def missing(self) -> list[PublishedFile]:
+        """Published files that are not in the folder of the data."""
+        return [file for name, file in self.files.items() if not self.place(name).exists()]
+
+    def describe(self) -> Iterator[str]:
+        """The lines of a dry run."""
+        row = self.row
+        yield f"{self.name}: {row.title}"
+        for name, number in row.numbers.items():
+            yield f"  {name} {number.published}: {number.metric or 'the file for a server'} of {number.step}"
+        if row.from_memory:
+            yield "  These numbers are from memory: they were not compared with the paper."
+        for order, (name, step) in enumerate(self.steps.items(), start=1):
+            words = self.command(name)
+            yield f"{order}. {name}{f' (or {self.place(step.instead)})' if step.instead else ''}"
+            yield f"   e2e-vl {shlex.join(words)}"
+            if words[0] == "train":
+                yield f"   {describe_training(load_config(words[2], words[3:]), step)}"
+        for file in self.missing():
+            yield " ".join(["missing:", str(self.data / file.path), file.address, file.size, file.checksum]).rstrip()
+        for text in filter(None, (*self.paper.differs, *(step.differs for step in self.steps.values()), row.differs)):
+            yield f"differs: {text}"
+
+    def run(self, launch: str) -> None:
+        """Run the steps that are not finished; when one is, OUTPUT/STEP.log has what it printed."""
+        for name in self.steps:
+            place, words = self.place(name), self.command(name)
+            log = place.with_name(f"{place.name}.log")
+            if log.exists():
+                continue
+            log.parent.mkdir(parents=True, exist_ok=True)
+            words += ["--resume"] if words[0] == "train" and place.is_dir() else []
+            print(f"{name}: e2e-vl {shlex.join(words)}", flush=True)
+            with atomic_file(log) as part, part.open("w", encoding="utf-8") as file:
+                status = subprocess.run(
+                    [*shlex.split(launch), "-m", "e2e_vl", *words], check=False, stdout=file
+                ).returncode
+                if status != 0:
+                    raise UserError(f"The step {name} ended with status {status}; repeat the command to continue.")
+
+    def measured(self, number: Number) -> float | None:
+        """A number after the run, in percent; None: from an evaluation server."""
+        place = self.place(number.step)
+        if not number.metric:
+            return None
+        if (place / "metrics.json").exists():
+            return 100 * read_json(place / "metrics.json")[number.metric]
+        printed = place.with_name(f"{place.name}.log").read_text("utf-8")
+        return 100 * float(re.search(rf"^{re.escape(number.metric)} +([\d.]+)$", printed, re.MULTILINE)[1])
+
+
+def describe_training(config: RunConfig, step: Step) -> str:
+    """Images and steps of a training."""
+    train = config.train
+    if step.samples is None:
+        return f"{train.max_steps or '?'} steps of {train.images_per_batch} images"
+    each = math.ceil(step.samples / train.images_per_batch)
+    steps = train.max_steps or math.ceil(train.epochs * each)
+    images = steps * train.images_per_batch
+    where = f" on {step.processes} GPUs" if step.processes > 1 else ""
+    return f"{images:,} images ({step.samples:,} an epoch) in {steps:,} steps of {train.images_per_batch}{where}"
+
+
+def read_paper(name: str) -> Paper:
+    path = PAPERS / f"{name}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(one.stem for one in PAPERS.glob("*.yaml")))
+        raise MissingFileError(f"{path}: no such file; there is {known or 'none here: run this in the repository'}.")
+    return decode(read_yaml(path), Paper, str(path))
+
+
+@print_errors
+def main(argv: list[str] | None = None, prog: str | None = None) -> int:
+    parser = make_parser(__doc__, prog)
+    parser.add_argument("paper", help="name of a file in configs/reproduce")
+    parser.add_argument("table", nargs="?", help="table or figure")
+    parser.add_argument("row", nargs="?", help="row of the table; all = each of them")
+    parser.add_argument("--dry-run", action="store_true", help="only print the chain")
+    parser.add_argument("--data", type=Path, default=Path("DATA"), help="folder of the published files (default: DATA)")
+    parser.add_argument("--output", type=Path, help="folder of the runs (default: runs/PAPER)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[None], help="seeds (default: those of the configs)")
+    parser.add_argument("--set", nargs="+", default=[], metavar="key=value", help="settings for all trainings")
+    launch = "command that starts Python, such as 'accelerate launch --num_processes 4' (default: this Python)"
+    parser.add_argument("--launch", default=shlex.quote(sys.executable), metavar="COMMAND", help=launch)
+    args = parser.parse_args(argv)
+    paper = read_paper(args.paper)
+    tables = {name: rows for name, rows in paper.tables.items() if args.table in (None, name)}
+    if args.row is None:
+        print(paper.title)
+        for table, rows in tables.items():
+            for name, row in rows.items():
+                numbers = ", ".join(f"{key} {number.published}" for key, number in row.numbers.items())
+                memory = " (from memory)" if row.from_memory else ""
+                print(f"{table:10s} {name:20s} {row.title}: {numbers}{memory}")
+        return 0
+    rows = {name: row for own in tables.values() for name, row in own.items() if args.row in ("all", name)}
+    if not rows:
+        raise UserError(f"{args.paper} has no such row; `e2e-vl reproduce {args.paper}` lists them.")
+    output = args.output or Path("runs") / args.paper
+    chains = [
+        [Chain(paper, name, row, args.data, output.absolute(), args.set, seed) for seed in args.seeds]
+        for name, row in rows.items()
+    ]
+    for chain, *_ in chains:
+        print("\n".join(chain.describe()))
+    if args.dry_run:
+        return 0
+    if missing := [file.path for chain, *_ in chains for file in chain.missing()]:
+        raise MissingFileError(f"{args.data} lacks {', '.join(dict.fromkeys(missing))}; see above.")
+    for own in chains:
+        for chain in own:
+            chain.run(args.launch)
+        for name, number in own[0].row.numbers.items():
+            values = [value for chain in own if (value := chain.measured(number)) is not None]
+            mean = f"{statistics.mean(values):.2f}" if values else "see the file for the server"
+            spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+            print(f"{own[0].name}: {name} {mean}{spread} (published: {number.published})")
+    return 0

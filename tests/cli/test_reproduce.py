@@ -1,0 +1,56 @@
+"""Chains of `e2e-vl reproduce`: their commands, files and numbers, for every row of every paper."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from e2e_vl.cli.reproduce import PAPERS, Chain, main, read_paper
+
+ROWS = [
+    (path.stem, table, row)
+    for path in sorted(PAPERS.glob("*.yaml"))
+    for table, rows in read_paper(path.stem).tables.items()
+    for row in rows
+]
+
+
+def chain_of(
+    paper: str, table: str, row: str, data: Path, output: Path = Path("runs"), seed: int | None = None
+) -> Chain:
+    found = read_paper(paper)
+    return Chain(found, row, found.tables[table][row], data, Path("runs"), [], seed)
+
+
+@pytest.mark.parametrize(("paper", "table", "row"), ROWS)
+def test_a_chain_goes_from_published_files_to_the_numbers(paper, table, row, tmp_path):
+    chain = chain_of(paper, table, row, tmp_path)
+    steps = list(chain.steps)
+    lines = "\n".join(chain.describe())
+    for name in steps:
+        assert not any("{output}" in word for word in chain.command(name))
+        assert all(steps.index(other) < steps.index(name) for other in chain._others(name) if other in chain.steps)
+    for number in chain.row.numbers.values():
+        assert number.step in steps and str(number.published) in lines
+    assert [line for line in lines.splitlines() if line.startswith("missing")] and " ? steps" not in lines
+
+
+def test_a_published_file_takes_the_place_of_the_training_before_it(tmp_path):
+    long = chain_of("vl_bert", "1", "base", tmp_path)
+    assert list(long.steps) == ["pretrain_base", "q2a_base", "qa2r_base", "vcr_val_base"]
+    file = tmp_path / long.paper.files["base_e2e"].path
+    file.parent.mkdir()
+    file.touch()
+    short = chain_of("vl_bert", "1", "base", tmp_path, seed=3)
+    assert list(short.steps) == ["q2a_base", "qa2r_base", "vcr_val_base"]
+    words = short.command("q2a_base")
+    assert f"encoder.weights={file}" in words and "seed=3" in words and "output=runs/q2a_base_base_3" in words
+    assert "resnet" not in short.files and "resnet" in long.files
+
+
+def test_rows_are_listed_and_unknown_ones_refused(capsys):
+    assert main(["vl_bert", "1"]) == 0
+    assert "Q->AR val 55.2" in capsys.readouterr().out
+    assert main(["vl_bert", "1", "nothing"]) == main(["no_paper"]) == 2
+    assert "no such row" in capsys.readouterr().err
