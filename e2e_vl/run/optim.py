@@ -179,17 +179,13 @@ def objective_weights(config: RunConfig, total_steps: int, step: int) -> dict[st
 def preview(config: RunConfig, total_steps: int, points: int = 1000) -> Iterator[dict[str, Any]]:
     """Learning rates and weights of objectives over the steps of a run, as lines of its log."""
     settings = config.train
-    rates = {"detector": settings.detector_lr, "encoder": settings.lr, "head": settings.head_lr}
+    peaks = {"lr_detector": settings.detector_lr, "lr_encoder": settings.lr, "lr_head": settings.head_lr}
     for step in range(0, total_steps, math.ceil(total_steps / points)):
-        groups = [
-            {"name": f"lr_{name}", "params": [torch.zeros(())], "lr": settings.lr if rate is None else rate}
-            for name, rate in rates.items()
-        ]
-        optimizer = torch.optim.SGD(groups)
-        build_schedule(optimizer, settings, total_steps, steps_done=step)
-        values = {group["name"]: group["lr"] for group in optimizer.param_groups}
+        optimizer = torch.optim.SGD([torch.zeros(())], lr=1.0)
+        [factor] = build_schedule(optimizer, settings, total_steps, steps_done=step).get_last_lr()
+        rates = {name: factor * (settings.lr if peak is None else peak) for name, peak in peaks.items()}
         weights = objective_weights(config, total_steps, step)
-        yield {"step": step, "kind": "train", **values, **{f"weight_{name}": one for name, one in weights.items()}}
+        yield {"step": step, "kind": "train", **rates, **{f"weight_{name}": one for name, one in weights.items()}}
 
 
 def build_schedule(
