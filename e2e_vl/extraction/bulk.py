@@ -201,14 +201,7 @@ def _batches(job: ExtractionJob, images: list[ListedImage], failures: dict[str, 
 def make_stamp(
     source: LoadedDetector, settings: ExtractionSettings, *, boxes_file: Path | None = None, precision: str = "no"
 ) -> dict[str, Any]:
-    """The stamp of one extraction.
-
-    Args:
-        source: the detector, its weights file and the image size.
-        settings: how regions are selected.
-        boxes_file: the file of given boxes.
-        precision: Accelerate's mixed precision.
-    """
+    """The stamp of one extraction; `precision` is Accelerate's mixed precision."""
     detector, is_given = source.detector, settings.rule == "given"
     return {
         "format": "e2e-vl region features 1",

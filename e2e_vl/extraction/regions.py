@@ -20,7 +20,7 @@ from torchvision.ops import batched_nms, clip_boxes_to_image, nms
 from detector.boxes import best_class_boxes, decode_deltas, is_larger, select_max_conf, select_max_nms, select_regions
 from detector.checkpoint import CONFIG_NAME, find_weights, load_checkpoint
 from detector.config import BACKENDS, DetectorConfig, SelectionRule
-from detector.errors import UserError, user_path
+from detector.errors import UserError
 from detector.faster_rcnn import TwoStageDetector
 from detector.images import ResizeRule, load_resized, make_image_batch, normalise_images, resize_boxes
 from detector.roi_pooler import to_rois
@@ -73,8 +73,6 @@ class _Proposals(NamedTuple):
     features: RoIFeatures
     probs: Tensor  # float32 [P, K], without the background's column
     refined: Tensor  # float32 [P, K, 4], the box of every class, not clipped
-    size: tuple[int, int]  # (height, width) of the resized image
-    original_size: tuple[int, int]  # (height, width)
 
 
 class RegionExtractor:
@@ -104,7 +102,7 @@ class RegionExtractor:
         if self.settings.rule == "given":
             chosen = [_Chosen(torch.from_numpy(image.boxes).to(batch.pixels.device)) for image in images]
         else:
-            chosen = [self._choose(proposals) for proposals in self._propose(maps, batch)]
+            chosen = [self._choose(*pair) for pair in zip(self._propose(maps, batch), images, strict=True)]
         for one, features in zip(chosen, self._pool(maps, [one.boxes for one in chosen]), strict=True):
             one.features = features if one.features is None else one.features
         whole: list[Tensor | None] = [None] * len(images)
@@ -128,26 +126,25 @@ class RegionExtractor:
         refined = decode_deltas(deltas, torch.cat(boxes), detector.config.roi_heads.box_weights)
         refined = refined.unflatten(1, (-1, 4)).expand(-1, probs.shape[1], -1)  # one box may serve all classes
         split = (tensor.split([len(rows) for rows in boxes]) for tensor in (pooled, probs, refined))
-        originals = [(height, width) for height, width in batch.original_sizes.tolist()]
-        return [_Proposals(*one) for one in zip(boxes, *split, sizes, originals, strict=True)]
+        return [_Proposals(*one) for one in zip(boxes, *split, strict=True)]
 
-    def _choose(self, found: _Proposals) -> _Chosen:
+    def _choose(self, found: _Proposals, image: InputImage) -> _Chosen:
         if len(found.boxes) == 0:
             none = found.boxes.new_zeros(0)
             return _Chosen(found.boxes, found.features, none, none.long())
         is_final = self.settings.features_of == "final"
-        rule = self.settings.rule
+        rule, size = self.settings.rule, image.pixels.shape[:2]
         if rule == "score":
-            rows, classes, boxes = self._detections(found)
+            rows, classes, boxes = self._detections(found, size)
         else:
-            best_boxes, best_scores, best_classes = best_class_boxes(found.probs, found.refined, found.size)
+            best_boxes, best_scores, best_classes = best_class_boxes(found.probs, found.refined, size)
             usable = torch.arange(len(found.boxes), device=found.boxes.device)
             if is_final or rule == "maxnms":
                 usable = (torch.isfinite(best_boxes).all(dim=1) & is_larger(best_boxes)).nonzero()[:, 0]
             if rule == "maxnms":
                 kept, _ = select_max_nms(best_boxes[usable], best_scores[usable], self.settings.selection_rule)
             else:
-                in_original = resize_boxes(found.boxes[usable], found.size, found.original_size)
+                in_original = resize_boxes(found.boxes[usable], size, image.original_size)
                 kept = select_max_conf(
                     in_original, found.probs[usable], self.settings.selection_rule, self.settings.nms_threshold
                 )
@@ -157,11 +154,11 @@ class RegionExtractor:
         features = None if is_final else found.features.apply(lambda values: values[rows])
         return _Chosen(boxes, features, found.probs[rows, classes], classes)
 
-    def _detections(self, found: _Proposals) -> tuple[Tensor, Tensor, Tensor]:
+    def _detections(self, found: _Proposals, size: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
         """Rows of proposals, classes and boxes [R, 4] of the detections that the rule "score" keeps."""
         probs = found.probs
         rows, classes = select_candidate_pairs(probs)
-        boxes = clip_boxes_to_image(found.refined[rows, classes], found.size)
+        boxes = clip_boxes_to_image(found.refined[rows, classes], size)
         usable = torch.isfinite(boxes).all(dim=1) & is_larger(boxes)
         rows, classes, boxes = rows[usable], classes[usable], boxes[usable]
         scores = probs[rows, classes]
@@ -306,17 +303,15 @@ def find_detector(
         config: Detectron2 YAML file; needed for a file without one.
         backend, max_proposals: as in `open_detector`; for a run, the backend defaults to the run's.
     """
-    found = resolve_weights(source)
-    published, weights, rounding = None, found, "detectron2"
-    if isinstance(found, PublishedWeights):
-        published, weights = found, found.name
-    else:
-        weights = user_path(found)
-        if config is None and weights.is_file():  # a copy of a published file, with its name
+    weights, published, rounding = resolve_weights(source), None, "detectron2"
+    if isinstance(weights, PublishedWeights):
+        published, weights = weights, weights.name
+    elif config is None:
+        if weights.is_file():  # a copy of a published file, with its name
             published = find_published_weights(weights)
-        if config is None and ((weights / "model").is_dir() or (weights / "detector").is_dir()):
+        elif (weights / "model").is_dir() or (weights / "detector").is_dir():
             return detector_of_run(weights, backend=backend, max_proposals=max_proposals)
-        if config is None and (weights / CONFIG_NAME).is_file():
+        elif (weights / CONFIG_NAME).is_file():
             config = weights / CONFIG_NAME
     if published is not None:
         if published.expect == "backbone":
@@ -369,17 +364,13 @@ def extract_image(
         given: a user's boxes, used in place of predicted ones, in the given order.
     """
     config = source.detector.config
-    if isinstance(image, ImageBytes):
-        image_id = name = image.name
-        pixels, size = load_resized(image.content, source.resize, config.input.format, name)
-    else:
-        image_id, name = Path(image).stem, str(image)
-        pixels, size = load_resized(image, source.resize, config.input.format)
+    content, name = (image.content, image.name) if isinstance(image, ImageBytes) else (image, str(image))
+    pixels, size = load_resized(content, source.resize, config.input.format, name)
     attributes, boxes = source.attribute_names is not None, None
     settings = ExtractionSettings("score", rule, config.roi_heads.features_of, attributes)
     if given is not None:
         require_inside(given.boxes, size, given.origin, name)
         settings = ExtractionSettings("given", attributes=attributes)
         boxes = GivenBoxes(np.asarray(given.boxes, dtype=np.float64), np.arange(len(given)))
-    [regions] = RegionExtractor(source.detector, settings)([InputImage(image_id, name, pixels, size, boxes)])
+    [regions] = RegionExtractor(source.detector, settings)([InputImage(Path(name).stem, name, pixels, size, boxes)])
     return regions

@@ -77,14 +77,12 @@ def read_checkpoint_part(path: str | Path, part: Literal["encoder", "task"], rul
             )
     settings = _settings_of_run(file.parent, part).get("task") or {}
     name = settings.get("name")
-    task_part = TASKS.get(name or rules.task_name)
-    task_class = Task if task_part is None else task_part.cls
-    move_background_last = None
-    has_background = task_part is not None and hasattr(task_part.config_class, "has_background_last")
-    if part == "task" and settings and has_background:
+    task_part, move_background_last = TASKS.get(name or rules.task_name), None
+    if part == "task" and settings and hasattr(getattr(task_part, "config_class", None), "has_background_last"):
         config = decode(settings.get("config", {}), task_part.config_class, "task.config")
         move_background_last = config.has_background_last
-    return CheckpointPart(file, tensors, None, name, task_class.transferable, move_background_last)
+    transferable = Task.transferable if task_part is None else task_part.cls.transferable
+    return CheckpointPart(file, tensors, None, name, transferable, move_background_last)
 
 
 def load_encoder(encoder: nn.Module, path: str | Path, rules: InitRules) -> LoadReport:

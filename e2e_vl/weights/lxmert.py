@@ -48,6 +48,12 @@ FINE_TUNED = "lxrt_encoder.model."
 ENCODER = {  # with the official and with transformers' prefix
     f"{prefix}.{module}": module for prefix in ("bert", "lxmert") for module in ("embeddings", "encoder", "pooler")
 }
+FINE_TUNED_HEAD = {
+    "logit_fc.0": "head.transform.dense",
+    "logit_fc.2": "head.transform.norm",
+    "logit_fc.3": "head.output",
+}
+QUESTION_ANSWERING_HEAD = {f"answer_head.{name}": ours for name, ours in FINE_TUNED_HEAD.items()}  # transformers
 PRETRAINING_HEADS = {
     **WORD_HEAD,
     "cls.seq_relationship": "relationship.head",
@@ -56,16 +62,8 @@ PRETRAINING_HEADS = {
     "obj_predict_head.decoder_dict.obj": "object_labels.output",
     "obj_predict_head.decoder_dict.attr": "attribute_labels.output",
     "obj_predict_head.decoder_dict.feat": "region_features.output",
-    "answer_head.logit_fc.0": "image_qa.head.transform.dense",
-    "answer_head.logit_fc.2": "image_qa.head.transform.norm",
-    "answer_head.logit_fc.3": "image_qa.head.output",
+    **{name: f"image_qa.{ours}" for name, ours in QUESTION_ANSWERING_HEAD.items()},
 }
-FINE_TUNED_HEAD = {
-    "logit_fc.0": "head.transform.dense",
-    "logit_fc.2": "head.transform.norm",
-    "logit_fc.3": "head.output",
-}
-QUESTION_ANSWERING_HEAD = {f"answer_head.{name}": ours for name, ours in FINE_TUNED_HEAD.items()}  # transformers
 OFFICIAL_HEADS = {PRETRAINING: PRETRAINING_HEADS, **dict.fromkeys((*ANSWERING, PAIRS), FINE_TUNED_HEAD)}
 SEGMENTS = "embeddings.token_type_embeddings.weight"
 DECODER = "cls.predictions.decoder.weight"  # tied to the word embeddings
@@ -189,8 +187,8 @@ TRANSFORMERS_CONFIG = {  # values of our config that transformers' model impleme
 WORDS = ("word_head.transform.dense", "word_head.transform.norm", "word_head.bias", "relationship.head")
 TRANSFORM = ("region_transform.dense", "region_transform.norm")
 REGIONS = {"obj": "object_labels.output", "attr": "attribute_labels.output", "feat": "region_features.output"}
-QUESTIONS = ("image_qa.head.transform.dense", "image_qa.head.transform.norm", "image_qa.head.output")
-ANSWERS = ("head.transform.dense", "head.transform.norm", "head.output")
+ANSWERS = tuple(FINE_TUNED_HEAD.values())
+QUESTIONS = tuple(f"image_qa.{module}" for module in ANSWERS)
 
 
 class TransformersLxmert(OfficialLxmert):
