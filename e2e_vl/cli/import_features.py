@@ -4,12 +4,13 @@
         --output features/pythia/train2014.h5
     e2e-vl import-features detectron features_dev_150.th --output features/nlvr2/dev.h5
     e2e-vl import-features ban train.hdf5 --ids train_imgid2idx.pkl --output features/flickr30k/train.h5
+    e2e-vl import-features vl-bert trainval2014_resnet101_faster_rcnn_genome --output features/trainval2014.h5
 
 pythia: a folder of .npy files for one set of COCO images. They have no boxes (VisualBERT does not use any), so the box
 of every region is the whole image; image sizes come from COCO's JSON of captions, instances or image info (--sizes, one
 or more files). detectron: .th files of one split, as for NLVR2, all loaded into memory. They have no image sizes, so
 each image is assumed to end at its outermost boxes. ban: an HDF5 file and its pickle of rows; image sizes follow from
-the boxes in pixels and in fractions of the image.
+the boxes in pixels and in fractions of the image. vl-bert: a folder of one JSON file per COCO image.
 
 Regions keep their order, and values are stored as float32. Code in a file is never executed. The output's stamp records
 the source and these assumptions.
@@ -28,6 +29,7 @@ import numpy as np
 from detector.errors import MissingFileError, UserError, reading
 from detector.io import read_json, read_pickle
 from e2e_vl.cli.main import make_parser, print_errors
+from e2e_vl.data.captions import RegionFile
 from e2e_vl.data.features import RegionFeatures, check_format, import_optional, write_features
 from e2e_vl.io import Record, Side
 
@@ -35,6 +37,7 @@ ASSUMED = {
     "pythia": "every box is the whole image",
     "detectron": "every image ends at its outermost boxes",
     "ban": "image sizes follow from image_bb and spatial_features",
+    "vl-bert": "boxes and image sizes are in the files",
 }
 ROUNDING = 0.01  # how much the boxes in BAN's file may disagree, as a fraction of the image's side
 
@@ -50,6 +53,8 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
             command.add_argument(
                 "--sizes", type=Path, nargs="+", required=True, metavar="JSON", help="COCO files with image sizes"
             )
+        elif kind == "vl-bert":
+            command.add_argument("input", type=Path, nargs=1, metavar="FOLDER", help="folder of <image id>.json")
         elif kind == "detectron":
             command.add_argument("input", type=Path, nargs="+", metavar="FILE", help=".th files of one split")
         else:
@@ -70,6 +75,8 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         images = read_pythia(first, args.sizes)
     elif args.kind == "detectron":
         images = read_detectron(args.input)
+    elif args.kind == "vl-bert":
+        images = read_vl_bert(first)
     else:
         images = read_ban(first, args.ids)
     files = [one for path in args.input for one in (path.iterdir() if path.is_dir() else [path])]
@@ -82,8 +89,8 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     return 0
 
 
-# The formats that the official VisualBERT code reads; not tested on the published files. Each function yields the
-# regions of one image at a time, in the order of the file.
+# The formats that the official VisualBERT and VL-BERT code read; not tested on the published files. Each function
+# yields the regions of one image at a time, in the order of the file.
 
 
 class _SizedImage(Record):
@@ -153,6 +160,14 @@ def read_ban(path: Path, ids: Path) -> Iterator[RegionFeatures]:
             file[name][first:end].astype(np.float64) for name in ("image_bb", "spatial_features", "image_features")
         )
         yield _region_features(str(image_id), _image_size(boxes, fractions, where), boxes, features, where)
+
+
+def read_vl_bert(folder: Path) -> Iterator[RegionFeatures]:
+    """VL-BERT's folder of <image id>.json for VQA."""
+    for path in sorted(folder.glob("*.json")):
+        content, where = read_json(path, RegionFile), str(path)
+        boxes, features = (content.matrix(key, where) for key in ("boxes", "features"))
+        yield _region_features(path.stem, (content.image_h, content.image_w), boxes, features, where)
 
 
 def _image_size(boxes: np.ndarray, fractions: np.ndarray, where: str) -> tuple[int, int]:

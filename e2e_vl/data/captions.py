@@ -145,13 +145,23 @@ class _CaptionLineWithBoxes(_CaptionLine):
     frcnn: Name  # box file
 
 
-class _Boxes(Record):
+class RegionFile(Record):
+    """One image's regions as JSON; the strings are base64 of float32."""
+
     image_w: Side
     image_h: Side
     num_boxes: Count
     boxes: str
-    classes: str
+    classes: str = ""
     features: str = ""
+
+    def matrix(self, key: str, origin: str) -> np.ndarray:
+        """float32 [R, columns], finite."""
+        with reading(f"{origin}: {key}", ValueError):
+            values = np.frombuffer(base64.b64decode(getattr(self, key)), dtype="<f4").reshape(self.num_boxes, -1)
+        if not values.size or not np.isfinite(values).all():
+            raise UserError(f"{origin}: {key} is empty or contains NaN or infinite values; download the file again.")
+        return values
 
 
 class VLBertCaptions(CaptionSource):
@@ -191,10 +201,10 @@ class VLBertCaptions(CaptionSource):
             return None
         name = self._record(group).frcnn
         origin = str(self._archives.root / name)
-        content = decode_json(self._archives.read(name), origin, _Boxes)
-        boxes, classes = (_matrix(content, key, origin) for key in ("boxes", "classes"))
+        content = decode_json(self._archives.read(name), origin, RegionFile)
+        boxes, classes = (content.matrix(key, origin) for key in ("boxes", "classes"))
         order = np.argsort(-classes.max(axis=1), kind="stable")
-        features = _matrix(content, "features", origin)[order] if self.with_features else None
+        features = content.matrix("features", origin)[order] if self.with_features else None
         return CandidateBoxes(
             boxes[order],
             origin,
@@ -207,15 +217,6 @@ class VLBertCaptions(CaptionSource):
     def _record(self, number: int) -> _CaptionLine | _CaptionLineWithBoxes:
         where = f"{self.lines.path}: line {number + 1} (not counting blank lines)"
         return decode_json(self.lines[number], where, _CaptionLineWithBoxes if self.with_boxes else _CaptionLine)
-
-
-def _matrix(content: _Boxes, key: str, origin: str) -> np.ndarray:
-    """float32 [R, columns], finite."""
-    with reading(f"{origin}: {key}", ValueError):
-        values = np.frombuffer(base64.b64decode(getattr(content, key)), dtype="<f4").reshape(content.num_boxes, -1)
-    if not values.size or not np.isfinite(values).all():
-        raise UserError(f"{origin}: {key} is empty or contains NaN or infinite values; download the file again.")
-    return values
 
 
 # Captions in webdataset shards, as written by img2dataset

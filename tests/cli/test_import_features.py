@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import pickle
 from pathlib import Path
@@ -107,6 +108,19 @@ def test_ban(tmp_path, ban):
         np.testing.assert_array_equal(record.features, ban[image_id])
         np.testing.assert_array_equal(record.boxes, boxes)
         assert record.image_size == size
+
+
+def test_vl_bert(tmp_path):
+    boxes, features = rows(3, 4).clip(0, 5).cumsum(axis=1), rows(3, 8)
+    (tmp_path / "genome").mkdir()
+    arrays = {name: base64.b64encode(values).decode() for name, values in (("boxes", boxes), ("features", features))}
+    content = {"image_id": 9, "image_w": 60, "image_h": 40, "num_boxes": 3, **arrays}
+    (tmp_path / "genome" / "9.json").write_text(json.dumps(content))
+    assert convert(tmp_path, "vl-bert", tmp_path / "genome") == 0
+    record = open_features(tmp_path / "out.h5").read("9")
+    np.testing.assert_array_equal(record.features, features)
+    np.testing.assert_array_equal(record.boxes, boxes)
+    assert record.image_size == (40, 60)
 
 
 def refuses(folder: Path, capsys, monkeypatch, part: str, *words: object) -> None:
