@@ -68,7 +68,7 @@ class Row(Settings, frozen=True):
     title: str
     numbers: dict[str, Number]
     names: dict[str, str] = msgspec.field(default_factory=dict, name="with")  # used in steps -> step, file or word
-    from_memory: bool = False  # the numbers were not compared with the paper's text
+    from_memory: bool = False  # the numbers were not compared with the paper or a list of its results
     differs: str = ""
 
 
@@ -171,8 +171,8 @@ class Chain:
                 yield f"   {describe_training(load_config(words[2], words[3:]), step)}"
         for file in self.missing():
             yield " ".join(["missing:", str(self.data / file.path), file.address, file.size, file.checksum]).rstrip()
-        for text in filter(None, (*self.paper.differs, *(step.differs for step in self.steps.values()), row.differs)):
-            yield f"differs: {text}"
+        differs = (*self.paper.differs, *(step.differs for step in self.steps.values()), row.differs)
+        yield from (f"differs: {text}" for text in dict.fromkeys(filter(None, differs)))
 
     def run(self, launch: str) -> None:
         """Run the steps that are not finished; when one is, OUTPUT/STEP.log has what it printed."""
