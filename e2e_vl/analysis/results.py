@@ -21,6 +21,7 @@ from matplotlib.ticker import MaxNLocator
 from PIL import Image
 from torch import Tensor
 
+from detector.boxes import pairwise_iou
 from detector.errors import UserError
 from detector.images import load_image
 from e2e_vl.analysis.collect import (
@@ -329,28 +330,31 @@ def _png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def draw_word_map(title: str, words: Sequence[str], values: np.ndarray) -> bytes:
-    """Draw the word-to-word attention of one head as PNG; rows attend to columns.
+def draw_maps(titles: Sequence[str], rows: Sequence[str], columns: Sequence[str], values: np.ndarray) -> bytes:
+    """Draw how words (rows) attend to words or objects (columns) as PNG, with one panel per head.
 
     Args:
-        values: float [words, words].
+        values: float [panels, rows, columns].
     """
-    side = max(3.2, 0.34 * len(words) + 1.4)
-    figure = Figure(figsize=(side, side), layout="constrained", dpi=110)
-    axes = figure.add_subplot()
-    axes.imshow(values, cmap="Blues", vmin=0, vmax=max(float(values.max()), 1e-6))
-    axes.set_xticks(range(len(words)), words, rotation=90, fontsize=8, parse_math=False)  # "$5" is no formula
-    axes.set_yticks(range(len(words)), words, fontsize=8, parse_math=False)
-    axes.set_title(title, fontsize=9, parse_math=False)
-    axes.set_ylabel("attends", fontsize=8)
+    width, height = (max(3.2, 0.34 * len(names) + 1.4) for names in (columns, rows))
+    panels = min(PANELS_PER_ROW, len(titles)), math.ceil(len(titles) / PANELS_PER_ROW)
+    figure = Figure(figsize=(width * panels[0], height * panels[1]), layout="constrained", dpi=110)
+    for number, (title, panel) in enumerate(zip(titles, values, strict=True)):
+        axes = figure.add_subplot(*panels[::-1], number + 1)
+        axes.imshow(panel, cmap="Blues", vmin=0, vmax=max(float(panel.max()), 1e-6))
+        axes.set_xticks(range(len(columns)), columns, rotation=90, fontsize=8, parse_math=False)  # "$5" is no formula
+        axes.set_yticks(range(len(rows)), rows, fontsize=8, parse_math=False)
+        axes.set_title(title, fontsize=9, parse_math=False)
+        axes.set_ylabel("attends", fontsize=8)
     return _png(figure)
 
 
-# Pictures of the attention of chosen heads: coloured regions on the image, and word-to-word maps.
+# Pictures of the attention of chosen heads: coloured regions on the image, and maps of words to words and to objects.
 
 
 MAX_PHRASES = 3  # phrases drawn per caption
 BEST_HEADS = 2  # heads drawn per graph by default
+BEST_LAYERS = 6  # layers in a map of objects
 
 
 @dataclasses.dataclass(frozen=True)
@@ -416,15 +420,16 @@ def find_best_heads(results: AnalysisResults) -> list[AttentionHead]:
 def draw_overlays(
     folder: Path, results: AnalysisResults, texts: Sequence[TextAttention], heads: Sequence[AttentionHead]
 ) -> list[Overlay]:
-    """Draw a picture for each text, phrase and head (by default the best heads)."""
+    """Draw a picture for each text, phrase and head (by default the best heads), and a map of objects for each text."""
     folder.mkdir(parents=True, exist_ok=True)
     heads = heads or find_best_heads(results)
-    return [
-        overlay
-        for text in texts
-        for head in heads
-        for overlay in _draw_head(folder, results, text, head, results.graphs[head.graph].blocks)
-    ]
+    overlays = []
+    for text in texts:
+        for head in heads:
+            overlays += _draw_head(folder, results, text, head, results.graphs[head.graph].blocks)
+        for graph in results.graphs:
+            overlays += _draw_objects(folder, results, text, graph)
+    return overlays
 
 
 def _draw_head(
@@ -462,9 +467,44 @@ def _draw_head(
     inside = ((slots >= spans[:, :1]) & (slots < spans[:, 1:])).float()
     values = (attention_from(maps, spans, "mean")[0, 0] @ inside.T).numpy()
     path = folder / f"{file}.png"
-    path.write_bytes(draw_word_map(f"{head.graph}, {name}", text.caption.forms, values))
+    path.write_bytes(draw_maps([f"{head.graph}, {name}"], text.caption.forms, text.caption.forms, values[None]))
     title, note = f"words to words, {name}", "each row attends to the columns"
     return [Overlay(text.index, text.caption.words, head.graph, title, note, path)]
+
+
+def _draw_objects(folder: Path, results: AnalysisResults, text: TextAttention, graph: str) -> list[Overlay]:
+    """Draw the attention of words, summed over the regions of each object (VisualBERT's ACL paper, figures 1 and 5).
+
+    The heads are the best ones in entity grounding of the six layers with the highest accuracy. An object is a phrase:
+    for each of its boxes the region closest to it, where the paper groups regions by hand.
+    """
+    sums, allowed = results.get_sums(graph, ENTITIES), torch.from_numpy(text.allowed)
+    phrases = [row for row, boxes in enumerate(text.caption.boxes) if len(boxes)]
+    if sums is None or not phrases or not allowed.any():
+        return []
+    best = sums.accuracy.max(dim=1)
+    layers = best.values.topk(min(BEST_LAYERS, len(best.values))).indices.sort().values
+    heads = best.indices[layers]
+    maps = torch.from_numpy(text.maps[graph]).float()[layers, heads][:, None]
+    seen = attention_from(maps, torch.from_numpy(text.caption.word_spans), "mean")[:, 0, :, text.length :]
+    seen = seen[..., : len(allowed)]
+    objects = []
+    for row in phrases:
+        overlap = torch.from_numpy(pairwise_iou(text.region_boxes, text.caption.boxes[row]))
+        objects.append(overlap.masked_fill(~allowed[:, None], -1).argmax(dim=0).unique())
+    names = [text.caption.phrases[row][:MAX_LABEL_LENGTH] for row in phrases]
+    others = allowed.clone()
+    others[torch.cat(objects)] = False
+    if others.any():
+        objects.append(seen.mean(dim=(0, 1)).masked_fill(~others, -1).argmax()[None])
+        names.append("*")
+    values = torch.stack([seen[..., rows].sum(dim=-1) for rows in objects], dim=-1).numpy()
+    places = zip(layers.tolist(), heads.tolist(), strict=True)
+    titles = [f"head {results.options.head_name(*place)}" for place in places]
+    path = folder / f"{text.index:06d}_{graph}_objects.png"
+    path.write_bytes(draw_maps(titles, text.caption.forms, names, values))
+    note = "summed over the regions of each object; *: the most attended region of no object"
+    return [Overlay(text.index, text.caption.words, graph, "words to objects, layer by layer", note, path)]
 
 
 def _region_overlay(

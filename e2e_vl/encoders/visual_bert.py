@@ -177,7 +177,7 @@ class VisualBertEncoder(Encoder):
         self._freeze()
 
     def train(self, mode: bool = True) -> VisualBertEncoder:
-        """As in `nn.Module`; freezes the pooler again, because `from_pretrained` creates new parameters."""
+        """As in `nn.Module`; freezes again, because `from_pretrained` creates new parameters."""
         super().train(mode)
         self._freeze()
         return self
@@ -185,6 +185,8 @@ class VisualBertEncoder(Encoder):
     def _freeze(self) -> None:
         if not self.config.train_pooler:
             self.pooler.requires_grad_(False)
+        if self.config.region_position == "paper":  # reads no table of its own; DDP waits for every gradient
+            self.embeddings.visual_position_embeddings.requires_grad_(False)
 
     @property
     def abilities_by_config(self) -> dict[Ability, tuple[bool, str]]:

@@ -165,6 +165,32 @@ def test_pictures_are_of_the_chosen_layer_and_head(tmp_path):
     assert [one.title.rpartition(" ")[2] for one in found] == ["1-1", "1-2", "1-3", "2-1", "2-2", "2-3"]
 
 
+def test_attention_is_summed_over_the_regions_of_an_object(tmp_path, monkeypatch):
+    """One word, [CLS] word | four regions: two boxes of a phrase, and two others. The second of two layers is best."""
+    drawn = {}
+    monkeypatch.setattr("e2e_vl.analysis.results.draw_maps", lambda *given: drawn.update(map=given) or b"")
+    boxes = np.array([[0.0, 0, 9, 9], [20, 0, 29, 9], [40, 0, 49, 9], [60, 0, 69, 9]])
+    old = seen(tmp_path / "no.png")
+    caption = dataclasses.replace(old.caption, boxes=[boxes[[0, 2]] + 1])
+    maps = np.zeros((2, 2, 6, 6), np.float16)
+    maps[1, 0, 1] = [0, 0.125, 0.25, 0.125, 0.375, 0.125]
+    text = dataclasses.replace(
+        *(old,),
+        caption=caption,
+        region_boxes=boxes,
+        allowed=np.array([True, True, True, False]),
+        is_correct=np.zeros((1, 4), bool),
+        maps={"g": maps},
+    )
+    hits = torch.tensor([[0.0, 2.0], [5.0, 1.0]]).double()
+    sums = {MeasureKey("g", ENTITIES): HeadSums(hits, hits, {}, 10, 10)}
+    found = draw_overlays(tmp_path, results({"g": AttentionGraph((0, 1))}, sums), [text], [AttentionHead("g", 0, 0)])
+    titles, rows, columns, values = drawn["map"]
+    assert (titles, rows, columns) == (["head 0-1", "head 1-0"], ["$_$"], ["a phrase of many words", "*"])
+    assert values.tolist() == [[[0, 0]], [[0.625, 0.125]]]
+    assert found[-1].file.name == "000007_g_objects.png" and "summed over" in found[-1].note
+
+
 def test_an_image_that_is_missing_is_said_on_the_page(tmp_path):
     overlays = draw_overlays(tmp_path / "out", results(), [seen(tmp_path / "no.png")], [])
     region = next(one for one in overlays if one.graph == "joint")

@@ -124,9 +124,7 @@ def test_every_trained_parameter_and_every_real_region_gets_a_gradient(variant):
     output = model(texts, regions)
     loss = output.text.pow(3).sum() + output.regions.pow(3).sum()
     (loss if output.summary is None else loss + output.summary.pow(3).sum()).backward()
-    unused = {name for name, one in model.named_parameters() if one.requires_grad and one.grad is None}
-    assert unused <= {"embeddings.visual_position_embeddings.weight"}, "the paper's VisualBERT has no such table"
-    assert not unused or model.config.region_position == "paper"
+    assert all(one.grad is not None for one in model.parameters() if one.requires_grad)
     gradients = regions.features.grad.abs().sum(dim=-1)
     if variant == "vl_bert zero scale":  # as the official code starts: the visual part is exactly zero at first
         assert not gradients.any() and not model.embeddings.region_projection.weight.grad.any()
