@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,8 @@ def referring_metrics(predictions: Iterable[ReferringPrediction], convention: st
 
     Returns:
         `accuracy` and `ceiling` (the share of expressions with any right candidate: the best possible accuracy), also
-        as `accuracy/<family>` and `ceiling/<family>`, as fractions; and `count`. Without predictions all are 0.
+        as `accuracy/<family>` and `ceiling/<family>`, as fractions; and `count`. Without predictions all are 0. An
+        expression of the family "relation/near" counts in "relation", too.
     """
     needs = {"same_annotation": ("ann_id", "candidate_ann_ids"), "vlbert": ("gt_box", "image_size")}
     right: dict[str, list[tuple[bool, bool]]] = defaultdict(list)
@@ -108,7 +110,8 @@ def referring_metrics(predictions: Iterable[ReferringPrediction], convention: st
         result = _same_annotation(prediction) if convention == "same_annotation" else _iou_hit(prediction, convention)
         right[""].append(result)
         if prediction.family is not None:
-            right[f"/{prediction.family}"].append(result)
+            for family in accumulate(prediction.family.split("/"), "{}/{}".format):
+                right[f"/{family}"].append(result)
     metrics = {"accuracy": 0.0, "ceiling": 0.0, "count": float(len(right[""]))}
     for family, results in sorted(right.items()):
         if results:

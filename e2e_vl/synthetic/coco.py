@@ -117,7 +117,7 @@ def _refs(scene: SceneRecord, first_ref_id: int) -> list[dict[str, Any]]:
     sentences: dict[int, list[dict[str, Any]]] = {}  # by object
     for sent_id, reference in enumerate(scene.references, start=scene.first_sentence_id):
         said = {"raw": reference.typed, "sent_id": sent_id, "sent": reference.sentence}
-        entry = {"tokens": reference.sentence.split(" "), **said, "family": reference.expression.family}
+        entry = {"tokens": reference.sentence.split(" "), **said, "family": reference.expression.subfamily}
         sentences.setdefault(reference.target, []).append(entry)
     return [
         {

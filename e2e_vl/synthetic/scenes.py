@@ -357,7 +357,7 @@ class SceneGraph:
         gap: float [n, n], pixels between the visible pixels of two objects; neighbouring pixels are 1 apart.
         distance: float [n, n], pixels between the centres of two boxes.
         related, unrelated: relation -> per anchor, the bit mask of the objects that clearly are, or clearly are not, in
-            that relation to it. Relations: bigger, smaller, near, overlapping, in front, behind.
+            that relation to it. Relations: bigger, smaller, near, away, overlapping, in front, behind.
     """
 
     def __init__(self, scene: Scene) -> None:
@@ -378,6 +378,7 @@ class SceneGraph:
 
         tables = self._size_tables(scene) | self._overlap_tables(scene)
         tables["near"] = (self.gap <= NEAR, self.gap >= NOT_NEAR)
+        tables["away"] = tables["near"][::-1]
         self.related = {name: _columns(true) for name, (true, _) in tables.items()}
         self.unrelated = {name: _columns(false) for name, (_, false) in tables.items()}
 

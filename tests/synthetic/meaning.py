@@ -19,6 +19,7 @@ LINKS = {
     "next to|beside|near": "near",
     "closest to|nearest to": "nearest",
     "farthest from|furthest from": "farthest",
+    "away from|far from": "away",
     "overlapping|touching": "touching",
     "in front of|covering": "in front",
     "behind|partly hidden by": "behind",
