@@ -159,11 +159,7 @@ def read_vocabulary(path: str | Path, number: int, what: str) -> tuple[str, ...]
     """Read class or attribute names from a text file such as `objects_vocab.txt` or `attributes_vocab.txt`.
 
     Line i contains the name of class i, from 0. Synonyms after a comma are dropped. There is no line for the background
-    or for "no attribute".
-
-    Args:
-        number: expected number of names.
-        what: "classes" or "attributes", for error messages.
+    or for "no attribute". `number` of them are expected; `what` ("classes" or "attributes") names them in the message.
     """
     with reading(path):
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()

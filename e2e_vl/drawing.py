@@ -132,23 +132,14 @@ def choose_box_colours(answers: int, phrases: int) -> list[Colour]:
 
 
 def draw_side_by_side(images: Sequence[np.ndarray]) -> np.ndarray:
-    """Join images side by side, at the same height, with a margin between them.
-
-    Args:
-        images: uint8 [h, w, 3] each, of any sizes.
-
-    Returns:
-        A new uint8 picture [h', w', 3]; each image is resized as in `draw_boxes`, then to the smallest height.
-    """
+    """Join uint8 images [h, w, 3], each resized as in `draw_boxes` and then to the smallest height, with a margin."""
     contents = [_resize(image) for image in images]
     height = min(content.height for content in contents)
-    widths = [max(round(content.width * height / content.height), 1) for content in contents]
-    picture = Image.new("RGB", (sum(widths) + _GAP * (len(images) - 1), height), _MARGIN)
-    x = 0
-    for content, width in zip(contents, widths, strict=True):
-        picture.paste(content.resize((width, height), Image.Resampling.BILINEAR), (x, 0))
-        x += width + _GAP
-    return np.array(picture)
+    gap, joined = np.full((height, _GAP, 3), _MARGIN, dtype=np.uint8), []
+    for content in contents:
+        size = max(round(content.width * height / content.height), 1), height
+        joined += [gap, np.asarray(content.resize(size, Image.Resampling.BILINEAR))]
+    return np.concatenate(joined[1:], axis=1)
 
 
 def draw_heat_map(image: np.ndarray, boxes: np.ndarray, values: np.ndarray) -> np.ndarray:

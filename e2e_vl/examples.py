@@ -147,9 +147,9 @@ class ImageTransform:
 
     The methods take boxes as float [R, 4] xyxy in pixels of the original image and return pixels of the resized image:
 
-    transform_boxes            not clamped, flip at width - 1: targets of tasks and phrases (official VL-BERT code)
-    transform_and_clamp_boxes  clamped, flip at width - 1: candidate boxes (official VL-BERT code)
-    transform_objects          clipped, flip at width: targets of detection losses (Detectron2)
+    transform_boxes            not clamped: targets of tasks and phrases (official VL-BERT code)
+    transform_and_clamp_boxes  clamped: candidate boxes (official VL-BERT code)
+    transform_objects          clipped: targets of detection losses (Detectron2)
     """
 
     original_size: tuple[int, int]  # (height, width)
@@ -157,28 +157,14 @@ class ImageTransform:
     flipped: bool = False
 
     def transform_boxes(self, boxes: np.ndarray) -> np.ndarray:
-        """Scale boxes and flip them, without clamping.
-
-        A flip is x' = width - 1 - x on both corners as they are stored (official VL-BERT code), with the width
-        of the resized image.
-
-        Returns:
-            float64 [R, 4].
-        """
-        width = self.size[1]
+        """float64 [R, 4]; a flip is x' = width - 1 - x, with the width of the resized image."""
         moved = self._scaled(boxes)
         if self.flipped:
-            moved[:, [0, 2]] = width - 1 - moved[:, [2, 0]]
+            moved[:, [0, 2]] = self.size[1] - 1 - moved[:, [2, 0]]
         return moved
 
     def transform_objects(self, boxes: np.ndarray) -> np.ndarray:
-        """Scale, mirror and clip as Detectron2 does: x' = width - x, clipped to [0, width] x [0, height].
-
-        For the targets of detection losses. (`transform_and_clamp_boxes` follows the official VL-BERT code.)
-
-        Returns:
-            float32 [G, 4].
-        """
+        """float32 [G, 4], clipped to [0, width] x [0, height]; a flip is x' = width - x."""
         height, width = self.size
         moved = self._scaled(boxes)
         if self.flipped:
@@ -186,16 +172,10 @@ class ImageTransform:
         return moved.clip(0, [width, height, width, height]).astype(np.float32)
 
     def transform_and_clamp_boxes(self, boxes: np.ndarray, name: str) -> np.ndarray:
-        """Scale, flip and clamp boxes to [0, width - 1] x [0, height - 1] (official VL-BERT code).
+        """float32 [R, 4], clamped to [0, width - 1] x [0, height - 1].
 
         A box that only covers the last column or row of pixels, and would be empty after clamping, becomes one pixel
-        wide or high: boxes never have zero area.
-
-        Args:
-            name: describes the boxes in the error about a box outside the original image.
-
-        Returns:
-            float32 [R, 4].
+        wide or high: boxes never have zero area. `name` describes them in the error about a box outside the image.
         """
         boxes = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)
         original_height, original_width = self.original_size

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import msgspec
 from msgspec import Meta
@@ -40,8 +40,7 @@ class Record(msgspec.Struct, gc=False):
 def box_corners(box: FourNumbers, where: str) -> FourNumbers:
     """Turn [x, y, width, height] into continuous corners (x, y, x + width, y + height), in the same pixels.
 
-    Args:
-        where: file and record, for the error message.
+    `where` names the file and the record in the error message.
     """
     x, y, width, height = box
     if x + width <= x or y + height <= y:
@@ -59,13 +58,8 @@ def read_text(path: str | Path) -> str:
 
 
 def file_name(text: str) -> str:
-    """A safe file name (without suffix) for an id or another text; `text_from_file_name` is the inverse."""
+    """A safe file name (without suffix) for an id or another text; `urllib.parse.unquote` is the inverse."""
     return quote(text, safe=" +")
-
-
-def text_from_file_name(name: str) -> str:
-    """The inverse of `file_name`."""
-    return unquote(name)
 
 
 def write_png(path: Path, picture: Image.Image) -> None:
@@ -192,11 +186,7 @@ def find_model_folder(folder: Path) -> Path:
 
 
 def check_output(path: Path, *, may_replace: bool = False) -> None:
-    """Check the path of an output file before anything is computed.
-
-    Args:
-        may_replace: allow replacing an existing file in a run directory.
-    """
+    """Check the path of an output file before anything is computed; `may_replace` allows a file of a run directory."""
     if path.is_dir():
         raise UserError(f"{path} is a folder; give the path of a file as --output.")
     parts = ("metrics.json", "log.jsonl", "checkpoints", "encoder", "model")  # of a run or of a saved model

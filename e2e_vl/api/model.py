@@ -81,12 +81,7 @@ def to_image_file(image: ImageInput) -> ImageFile:
 
 
 def repeat_for_questions(value: Any, count: int, is_one: Callable[[Any], bool], what: str) -> list[Any]:
-    """A single value `count` times, or a list of `count` values.
-
-    Args:
-        is_one: tells a single value from a list.
-        what: start of the error message.
-    """
+    """A single value `count` times, or a list of `count` values; `what` begins the error message."""
     if is_one(value):
         return [value] * count
     if not isinstance(value, list | tuple) or len(value) != count or not all(map(is_one, value)):
@@ -359,13 +354,7 @@ class TrainedModel(
         metrics: Mapping[str, Any] | None = None,
         device: str | torch.device | None = None,
     ):
-        """Wrap a loaded model.
-
-        Args:
-            source: the model's folder, for error messages.
-            metrics: the run's metrics, for the model card.
-            device: see `choose_device`.
-        """
+        """Wrap a model loaded from the folder `source`; the run's `metrics` are for the model card."""
         self.config, self.tokenizer, self.source = config, tokenizer, source
         self.device = choose_device(device)
         self.network = network.to(self.device).eval()
@@ -501,10 +490,9 @@ class TrainedModel(
     def ask_with_output(
         self, question: Question, change: Callable[[Batch], Batch] | None = None
     ) -> tuple[Answer, ModelOutput]:
-        """Answer one question; returns the answer and the model's output with its attention maps.
+        """The answer to one question, and the model's output with its attention maps.
 
-        Args:
-            change: applied to the batch before the forward pass, for example to mask pixels.
+        `change` is applied to the batch before the forward pass, for example to mask pixels.
         """
         output = self._run([self._read(self._sample([question]))], change, output_attentions=True)
         [answer] = self._answers([question], output)

@@ -117,7 +117,6 @@ def check_data(
 
     Args:
         others: configs of other runs, by name; the evaluation splits are compared with their training splits.
-        photo_ids: identifies photos across data sets.
         detector_photos: training images of the detector.
         max_images: read this many evenly spaced images of each split; None: all.
     """
@@ -145,15 +144,7 @@ def check_data(
 
 
 class SplitReader:
-    """Opens a split and reads its samples.
-
-    Args:
-        boxes: sources of candidate boxes that the run uses.
-
-    Attributes:
-        report: what was found.
-        photos: ids of the photo of each image, by the image's id.
-    """
+    """Opens a split with the sources of candidate boxes that the run uses, and reads its samples."""
 
     def __init__(
         self, config: RunConfig, split: str, boxes: Sequence[BoxSource], all_ids: PhotoIds, max_images: int | None
@@ -164,7 +155,7 @@ class SplitReader:
 
         self.config, self.all_ids = config, all_ids
         self.report = SplitReport(split)
-        self.photos: dict[str, tuple[PhotoId, ...]] = {}
+        self.photos: dict[str, tuple[PhotoId, ...]] = {}  # of each image, by its id
         self.task = TASKS[config.task.name].cls
         vocabulary = config.data.vocabulary
         try:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 
 from detector.errors import UserError, user_path
-from detector.io import read_json, write_text
+from detector.io import read_json, write_json
 from e2e_vl.data.tables import require_unique
 from e2e_vl.io import Record, read_text
 
@@ -54,4 +53,4 @@ def write_answers(path: str | Path, answers: list[str]) -> None:
     """Write a vocabulary as a JSON list that `read_answers` can read."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(answers, indent=0, ensure_ascii=False) + "\n")
+    write_json(path, answers)

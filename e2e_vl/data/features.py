@@ -30,6 +30,7 @@ import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
+from urllib.parse import unquote
 
 import msgspec
 import numpy as np
@@ -37,7 +38,6 @@ from tqdm.auto import tqdm
 
 from detector.errors import MissingFileError, UserError, reading, user_path
 from detector.io import atomic_file, read_json, write_json
-from e2e_vl.io import text_from_file_name
 
 # Optional columns with R rows, and their dtypes
 OPTIONAL_COLUMNS = {
@@ -91,13 +91,10 @@ class RegionFeatures:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def check(self, image_id: str, where: str) -> None:
-        """Raise a UserError if these are not plausible regions of the requested image.
+        """Raise a UserError if these are not plausible regions of the requested image; `where` begins its message.
 
         Boxes may exceed the image by `TOLERANCE`, since some projects count pixels from 1 or round. Empty boxes are
         accepted.
-
-        Args:
-            where: the file and the image, for error messages.
         """
         height, width = self.image_size
         size = np.array([width, height], dtype=np.float32)
@@ -206,7 +203,7 @@ class NpzStore(FeatureStore):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._names = {text_from_file_name(name): name for name in sorted(npz_names(path))}
+        self._names = npz_names(path)
         self.ids = list(self._names)
         stamp = path / STAMP_NAME
         self.stamp = read_json(stamp, dict[str, Any]) if stamp.is_file() else None
@@ -215,9 +212,10 @@ class NpzStore(FeatureStore):
         return load_npz(self.path / f"{self._names[image_id]}.npz")
 
 
-def npz_names(folder: Path) -> list[str]:
-    """Paths of the `.npz` files in a folder, relative to it and without suffix."""
-    return [file.relative_to(folder).as_posix().removesuffix(".npz") for file in folder.rglob("*.npz")]
+def npz_names(folder: Path) -> dict[str, str]:
+    """Image id -> path of its `.npz` file in a folder, relative to it and without suffix, in the order of the paths."""
+    names = sorted(file.relative_to(folder).as_posix().removesuffix(".npz") for file in folder.rglob("*.npz"))
+    return {unquote(name): name for name in names}
 
 
 def sidecar_path(path: Path) -> Path:
@@ -430,11 +428,7 @@ def _append(file: Any, name: str, rows: np.ndarray) -> None:
 
 
 def write_lmdb(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, Any], *, num_bytes: int) -> None:
-    """Write one LMDB file.
-
-    Args:
-        num_bytes: total size of all images' `.npz` files; the LMDB file cannot grow beyond about twice this size.
-    """
+    """Write one LMDB file of at most about twice `num_bytes`, the size of all images' `.npz` files."""
     size = int(num_bytes * LMDB_OVERHEAD) + 2**26
     with atomic_file(path) as part:
         environment = import_optional("lmdb").open(str(part), subdir=False, map_size=size, lock=False, meminit=False)

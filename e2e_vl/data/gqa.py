@@ -33,7 +33,8 @@ from e2e_vl.samples import AnnotatedObjects, CorrectAnswer, SampleImage, SampleT
 
 logger = logging.getLogger(__name__)
 
-_NO_STEP = re.compile("exist|query: name|choose name")  # program steps that only read out the answer
+# program steps that only read out the answer, and that the official evaluation script does not count
+_NO_STEP = re.compile("exist|query: name|choose name")
 
 _Length = Annotated[float, Meta(gt=0)]  # width or height of a box, pixels
 
@@ -142,14 +143,6 @@ def find_pieces(path: str | Path) -> list[Path]:
     return [numbered[number] for number in sorted(numbered)]
 
 
-def count_reasoning_steps(program: Iterable[_Step]) -> int:
-    """Number of reasoning steps in a question's program (`semantic`), counted as in the official evaluation script.
-
-    Steps that only read out the answer are not counted.
-    """
-    return sum(_NO_STEP.search(f"{step.operation}: {step.argument}") is None for step in program)
-
-
 def read_questions(paths: Iterable[Path]) -> Iterator[GQAQuestion]:
     """The questions of several files (parts of a split, or several splits), in file order."""
     for path in paths:
@@ -160,7 +153,8 @@ def read_questions(paths: Iterable[Path]) -> Iterator[GQAQuestion]:
                     raise UserError(f"{path}: question {key} has an answer but no types, which the metrics need")
                 question.answer, question.group, question.entailed = row.answer, row.groups.get("global"), row.entailed
                 question.types = msgspec.structs.asdict(row.types)
-                question.steps = count_reasoning_steps(row.semantic)
+                program = [f"{step.operation}: {step.argument}" for step in row.semantic]
+                question.steps = sum(_NO_STEP.search(step) is None for step in program)
                 question.named = [*row.annotations.question.values(), *row.annotations.full_answer.values()]
             yield question
 

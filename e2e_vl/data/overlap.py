@@ -52,11 +52,7 @@ class _GenomePhoto(Record):
 
 
 class PhotoIds:
-    """Looks up the ids of photos.
-
-    Args:
-        genome: additional ids of Visual Genome's photos, see `read_visual_genome`.
-    """
+    """Looks up the ids of photos; `genome` has further ids of Visual Genome's photos, see `read_visual_genome`."""
 
     def __init__(self, genome: Mapping[str, tuple[PhotoId, ...]] | None = None) -> None:
         self._genome = genome or {}
@@ -64,13 +60,9 @@ class PhotoIds:
     def of_image(
         self, image_id: str, file: Path | None, space: str | None, photo_aliases: Iterable[tuple[str, str]] = ()
     ) -> tuple[PhotoId, ...]:
-        """All photo ids of an image in a data set.
+        """All photo ids of an image in a data set with the `VLDataset.id_space` `space`.
 
-        Args:
-            image_id: the image's id in the data set.
-            file: the image file; None if the image is in an archive.
-            space: see `VLDataset.id_space`.
-            photo_aliases: see `SampleImage`; they take precedence over `space`.
+        `file` is None for an image in an archive; `photo_aliases` (`SampleImage`) take precedence over `space`.
         """
         found = None if file is None else _COCO_NAME.fullmatch(file.stem)
         if found:

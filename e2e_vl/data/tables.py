@@ -64,11 +64,7 @@ class SerializedList(Sequence, Generic[Item]):
 
 
 class RowIndex:
-    """The row of each id, in two sorted numpy arrays instead of a dict.
-
-    Args:
-        ids: unique integers or strings; an integer and its string (12 and "12") are the same id.
-    """
+    """The row of each unique id, in two sorted numpy arrays instead of a dict; 12 and "12" are the same id."""
 
     def __init__(self, ids: Iterable[int | str]) -> None:
         names = np.array([str(one).encode() for one in ids], dtype=np.bytes_)
@@ -83,13 +79,7 @@ class RowIndex:
 
 
 class SerializedDict(Generic[Item]):
-    """A dict from ids to items, which are serialised as in `SerializedList`.
-
-    Args:
-        items: (id, item) pairs; an integer and its string are the same id.
-        type: the type that items are decoded to.
-        where: the file, for error messages.
-    """
+    """A dict from ids to items, which are serialised as in `SerializedList`; error messages begin with `where`."""
 
     def __init__(self, items: Iterable[tuple[int | str, Item]], type: Any, where: str) -> None:
         ids: list[int | str] = []
@@ -175,8 +165,7 @@ class TextGroups(Sequence):
 def stream_list(path: str | Path, type: Any = Any, key: str = "") -> Iterator[Any]:
     """The values of a list in a JSON file of any size, decoded one by one from the memory-mapped file.
 
-    Args:
-        key: key of the list, if the file is an object.
+    `key` is that of the list if the file is an object.
     """
     content = _mapped(path)
     if key:
@@ -245,12 +234,7 @@ def read_range(path: Path, offset: int, size: int = -1) -> bytes:
 
 
 class TextLines(Sequence):
-    """The non-blank lines of a UTF-8 text file of any size; only a memory-mapped index is kept.
-
-    Args:
-        path: the file, with one text per line.
-        cache: folder for the index.
-    """
+    """The non-blank lines of a UTF-8 text file of any size; only an index is kept, memory-mapped from `cache`."""
 
     def __init__(self, path: str | Path, cache: str | Path) -> None:
         self.path = user_path(path)
@@ -285,16 +269,11 @@ class Archives:
     """Reads `folder/archive.zip@/member`: from the archive if it exists, otherwise from the unpacked folder.
 
     `zipfile` keeps about a kilobyte per member in every process that opens an archive. Here one process writes an index
-    of the members, which all processes memory-map.
-
-    Args:
-        root: names are relative to this folder.
-        cache: folder for the index files.
+    of the members to the folder `cache`, which all processes memory-map. Names are relative to `root`.
     """
 
     def __init__(self, root: str | Path, cache: str | Path) -> None:
-        self.root = Path(root)
-        self.cache = Path(cache)
+        self.root, self.cache = Path(root), Path(cache)
         self._indices: dict[Path, np.ndarray] = {}
 
     def find(self, name: str) -> Path | tuple[Path, str]:

@@ -73,7 +73,6 @@ def list_images(source: str | Path, root: str | Path | None = None) -> list[List
     root, the id is the file name without suffix.
 
     Args:
-        source: the folder or file.
         root: folder that listed paths are relative to; default: the folder of the list.
     """
     source = user_path(source)
@@ -184,12 +183,9 @@ def validate_boxes(boxes: Sequence[Sequence[float]], where: str) -> np.ndarray:
 
 
 def require_inside(boxes: np.ndarray, size: tuple[int, int], origin: str, image: str) -> None:
-    """Raise a UserError if boxes exceed their image, as boxes in pixels of another image size would.
+    """Raise a UserError if boxes [R, 4] exceed their image of `size` (height, width), such as those of another size.
 
-    Args:
-        boxes: rows of x1, y1, x2, y2 in pixels of the original image.
-        size: its (height, width).
-        origin, image: names of the boxes and the image, for error messages.
+    `origin` and `image` name the boxes and the image in the message.
     """
     height, width = size
     outside = ((boxes[:, :2] < -TOLERANCE) | (boxes[:, 2:] > np.array([width, height]) + TOLERANCE)).any(axis=1)

@@ -68,10 +68,6 @@ class Inspection:
         return len(self.names)
 
     @property
-    def num_heads(self) -> int:
-        return self.attention.shape[1]
-
-    @property
     def best_step(self) -> int:
         """The last step in which words attend to regions; the last one if there is none."""
         count = len(self.words)

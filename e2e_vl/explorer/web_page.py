@@ -6,14 +6,12 @@ import dataclasses
 import html
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import gradio as gr
 import numpy as np
 
 from e2e_vl.explorer.session import Explorer, Inspection, Session, draw_answer, draw_regions, read_photo
-
-if TYPE_CHECKING:
-    import gradio
 
 SHOW_ATTENTION, HIDE_REGION = "shows its attention", "hides or unhides it"  # effects of clicking a region
 MEAN = "mean of all heads"
@@ -24,21 +22,19 @@ MAX_SESSIONS = 50  # maximum number of sessions in memory
 _MAX_QUEUE = 20  # maximum length of the request queue
 
 
-def build_page(explorer: Explorer, title: str) -> "gradio.Blocks":
+def build_page(explorer: Explorer, title: str) -> gr.Blocks:
     """Build the page with its events; each user has a separate session."""
-    import gradio as gr
-
     page = gr.Blocks(title=title, analytics_enabled=False, delete_cache=(SESSION_SECONDS, SESSION_SECONDS))
     with page:
         state = gr.State(Session(), time_to_live=SESSION_SECONDS)
         gr.HTML(f"<h2>{html.escape(title)}</h2>")
         for sentence in filter(None, (explorer.warning, explorer.note)):
             gr.HTML(html.escape(sentence))
-        _connect(gr, explorer, state, _components(gr))
+        _connect(explorer, state, _components())
     return page
 
 
-def _components(gr: Any) -> dict[str, Any]:
+def _components() -> dict[str, Any]:
     """The components in their layout, by element id."""
     parts = {}
 
@@ -77,11 +73,11 @@ def _components(gr: Any) -> dict[str, Any]:
     return parts
 
 
-def _connect(gr: Any, explorer: Explorer, state: Any, parts: dict[str, Any]) -> None:
+def _connect(explorer: Explorer, state: gr.State, parts: dict[str, Any]) -> None:
     """Connect the components' events to the session."""
 
     def shown(session: Session, error: str = "") -> list[Any]:
-        return [session, *values(gr, session, error).values()]
+        return [session, *values(session, error).values()]
 
     def changing(change: Callable[..., Session]) -> Callable[..., list[Any]]:
         """An event handler that changes the session, or shows an error message."""
@@ -124,7 +120,7 @@ def _connect(gr: Any, explorer: Explorer, state: Any, parts: dict[str, Any]) -> 
         step = session.step if step is None else step
         return dataclasses.replace(session, item=item, step=step, head=None if head == MEAN else head)
 
-    outputs = [state, *(parts[name] for name in values(gr, Session(), ""))]
+    outputs = [state, *(parts[name] for name in values(Session(), ""))]
 
     def on(triggers: list[Any], event: Callable[..., list[Any]], inputs: list[str], name: str) -> None:
         gr.on(
@@ -147,17 +143,11 @@ def _connect(gr: Any, explorer: Explorer, state: Any, parts: dict[str, Any]) -> 
     on([item.input, step.input, head.input], changing(chosen_map), ["item", "step", "head"], "map")
 
 
-def serve(page: "gradio.Blocks", *, host: str, port: int | None) -> str:
-    """Start the server in background threads, until `page.close()`; no public link is created.
+def serve(page: gr.Blocks, *, host: str, port: int | None) -> str:
+    """Start the server in background threads, until `page.close()`, and return its address; `port` None: any free one.
 
-    Args:
-        port: None: any free port.
-
-    Returns:
-        The address.
+    No public link is created.
     """
-    import gradio as gr
-
     page.queue(max_size=_MAX_QUEUE, default_concurrency_limit=1)
     _, address, _ = page.launch(
         server_name=host,
@@ -176,7 +166,7 @@ def serve(page: "gradio.Blocks", *, host: str, port: int | None) -> str:
     return address
 
 
-def values(gr: Any, session: Session, error: str) -> dict[str, Any]:
+def values(session: Session, error: str) -> dict[str, Any]:
     """The values of the components, by element id."""
     before, after, seen = session.before, session.after, session.shown
     regions, items, steps, heads, phrases, table = [], [], [], [], [], []
@@ -184,7 +174,7 @@ def values(gr: Any, session: Session, error: str) -> dict[str, Any]:
         regions = [(seen.region_name(row), row) for row in range(len(seen))]
         items = [(seen.item_name(item), item) for item in range(len(seen.words) + len(seen))]
         steps = [(name, number) for number, name in enumerate(seen.step_names)]
-        heads = [(str(number), number) for number in range(seen.num_heads)]
+        heads = [(str(number), number) for number in range(seen.attention.shape[1])]
         for one in seen.answer.phrases:
             phrases.append(f"{one.text}: {'no region' if one.box is None else _numbers(one.box)}  ({one.score:.2f})")
         shares = session.region_attention

@@ -32,7 +32,7 @@ from e2e_vl.config import ExtractionSettings
 from e2e_vl.data.features import STAMP_NAME, check_format, load_npz, npz_names, open_features, save_npz, write_features
 from e2e_vl.data.user_inputs import GivenBoxes, ListedImage
 from e2e_vl.extraction.regions import InputImage, LoadedDetector, RegionExtractor
-from e2e_vl.io import file_name, file_sha256, text_from_file_name
+from e2e_vl.io import file_name, file_sha256
 
 WAITING_BATCHES = 8  # in batches: maximum number of images that wait for others of the same size
 MAX_WAIT = datetime.timedelta(days=30)  # timeout of collectives: a finished process waits for the others
@@ -134,7 +134,7 @@ def _prepare(job: ExtractionJob) -> tuple[list[str], bool]:
                 f"{folder} was started with other settings ({', '.join(changed)}); use the same ones, or another output"
             )
     write_json(folder / STAMP_NAME, stamp)
-    there = {text_from_file_name(name) for name in npz_names(folder)}
+    there = npz_names(folder)
     return [image.id for image in job.images if image.id not in there], job.layout == "npz"
 
 

@@ -92,11 +92,7 @@ def invert(names: Names) -> dict[str, str]:
 def split_weights(
     tensors: Mapping[str, Tensor], encoder: Names, head: Names, source: str | Path, unused: Sequence[str] = ()
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Split a state dict into encoder and head, with our names and in float32.
-
-    Args:
-        unused: their parameters or modules to ignore.
-    """
+    """Split a state dict into encoder and head, with our names and in float32; `unused` modules are ignored."""
     found: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
     for name, value in tensors.items():
         for part, names in zip(found, (encoder, head), strict=True):
@@ -129,12 +125,7 @@ def rename_head(task: Mapping[str, Tensor], names: Names) -> tuple[dict[str, Ten
 
 
 def check_settings(own: Mapping[str, Any], needed: Mapping[str, Any], path: Path) -> None:
-    """Raise a UserError if a setting differs from the other project's, which would then compute something else.
-
-    Args:
-        own: settings of the encoder or the detector.
-        needed: the values of the other project.
-    """
+    """Raise a UserError if a setting differs from the other project's, which would then compute something else."""
     for key, value in needed.items():
         if own[key] != value:
             raise UserError(f"{path}: the format requires {key} = {value}, but this model was trained with {own[key]}.")
