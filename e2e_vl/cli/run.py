@@ -15,10 +15,10 @@ TRAIN = """Train detector, encoder and task together.
     e2e-vl train --config configs/demo/refcoco.yaml train.lr=1e-3 output=runs/my_run
     accelerate launch tools/train.py --config configs/demo/refcoco.yaml train.lr=1e-3 output=runs/my_run
 
-`key=value` settings override the file. `--draw-schedule FILE.png` only draws the learning rates and the weights of
-pre-training objectives over the steps of a run with `train.max_steps`. `--resume` continues the run in `output` exactly. `e2e-vl` trains in one
+`key=value` settings override the file. `--resume` continues the run in `output` exactly. `e2e-vl` trains in one
 process; `accelerate launch` and `torchrun` start several. SIGTERM, SIGHUP and Ctrl-C finish the current step, save a
-checkpoint and exit with status 143, 129 or 130; errors exit with status 2.
+checkpoint and exit with status 143, 129 or 130; errors exit with status 2. `--draw-schedule PNG` only draws the
+learning rates and the weights of objectives over the steps of a run with `train.max_steps`.
 """
 EVALUATE = """Evaluate a trained run on any split with any source of boxes.
 

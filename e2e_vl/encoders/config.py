@@ -141,7 +141,9 @@ class LxmertSettings(TransformerSettings, frozen=True):
     # section 2.1)
     with_segments: bool = True
     # the summary. "tanh": tanh(Linear([CLS])) (official code). "state": the state of [CLS] (paper, section 2.3).
-    pooled: Literal["tanh", "state"] = "tanh"
+    # "butd": the state of [CLS] attends to the detector's features, see `TopDownAttention` (paper's table 3).
+    pooled: Literal["tanh", "state", "butd"] = "tanh"
+    with_lstm: bool = False  # an LSTM before the layers over words, and its last state as [CLS] (table 3, LSTM + BUTD)
     # BERT layers that initialise the language layers. "first": the first ones (official code). "last": the last ones
     # (paper).
     bert_layers: Literal["first", "last"] = "first"

@@ -207,6 +207,44 @@ class CrossModalityLayer(GradientCheckpointingLayer):
         return words, regions, (to_regions, to_words, among_words, among_regions)
 
 
+# Bottom-up and top-down attention (Anderson et al., CVPR 2018), which LXMERT's paper compares with in table 3
+
+
+def gated_tanh(states: Float[Tensor, "*shape twice"]) -> Float[Tensor, "*shape E"]:
+    """tanh of the first half times sigmoid of the second."""
+    values, gates = states.chunk(2, dim=-1)
+    return values.tanh() * gates.sigmoid()
+
+
+class TopDownAttention(nn.Module):
+    """The state of [CLS] attends once to the detector's features; the summary is the product of both vectors."""
+
+    def __init__(self, config):
+        super().__init__()
+        width, size = config.feature_dim, config.hidden_size
+        self.both, self.score = nn.Linear(width + size, 2 * size), nn.Linear(size, 1, bias=False)
+        self.text, self.image = nn.Linear(size, 2 * size), nn.Linear(width, 2 * size)
+
+    def forward(
+        self, words: Float[Tensor, "M L E"], features: Float[Tensor, "M R D"], region_mask: Bool[Tensor, "M R"]
+    ) -> Float[Tensor, "M E"]:
+        """The attention on padding is 0."""
+        text, mask = words[:, 0], region_mask[..., None]
+        both = torch.cat([features, text[:, None].expand(-1, features.shape[1], -1)], dim=2)
+        scores = self.score(gated_tanh(self.both(both)))
+        shares = scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(dim=1) * mask
+        return gated_tanh(self.text(text)) * gated_tanh(self.image((shares * features).sum(dim=1)))
+
+
+class SentenceLSTM(nn.LSTM):
+    """States of words -> states of words, the one of [CLS] that of the last word."""
+
+    def forward(self, words: Float[Tensor, "M L E"], word_mask: Bool[Tensor, "M L"]) -> Float[Tensor, "M L E"]:
+        states, _ = super().forward(words)
+        last = word_mask.sum(dim=1, keepdim=True) - 1
+        return torch.cat([take_along_dim(states, last[..., None], dim=1), states[:, 1:]], dim=1)
+
+
 # One pass per image of a text
 
 
@@ -330,7 +368,9 @@ class LxmertEncoder(Encoder):
         self.encoder.layer = nn.ModuleList(SelfAttentionLayer(config) for _ in range(config.l_layers))
         self.encoder.x_layers = nn.ModuleList(CrossModalityLayer(config) for _ in range(config.x_layers))
         self.encoder.r_layers = nn.ModuleList(SelfAttentionLayer(config) for _ in range(config.r_layers))
+        self.lstm = SentenceLSTM(*2 * [config.hidden_size], batch_first=True) if config.with_lstm else None
         self.pooler = BertPooler(config) if config.pooled == "tanh" else None
+        self.top_down = TopDownAttention(config) if config.pooled == "butd" else None
         self.relative_geometry = None
         if config.relative_geometry:
             self.relative_geometry = RelativeGeometryBias(config, config.r_layers + config.x_layers)
@@ -391,6 +431,8 @@ class LxmertEncoder(Encoder):
             biases = self.relative_geometry(passes.split(regions.boxes), passes.split(regions.image_sizes), is_pair)
 
         words = self.embeddings(texts)  # the layers over words do not depend on images
+        if self.lstm is not None:
+            words = self.lstm(words, texts.attention_mask)
         for layer in self.encoder.layer:
             words, found = layer(words, texts.attention_mask, output_attentions)
             of_words.append(found)
@@ -407,6 +449,8 @@ class LxmertEncoder(Encoder):
             across.append(found)
 
         pooled = words[:, 0] if self.pooler is None else self.pooler(words)
+        if self.top_down is not None:
+            pooled = self.top_down(words, passes.split(regions.features), region_mask)
         states = self.combine_passes(words, objects, texts, passes)
         if intermediate_layer is not None:
             intermediate = states if intermediate is None else self.combine_passes(*intermediate, texts, passes)

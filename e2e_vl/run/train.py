@@ -322,9 +322,8 @@ class Trainer:
             with contextlib.nullcontext() if is_last else accelerator.no_sync(self.model):
                 task_losses, detection_losses = self.model(batch.to(accelerator.device))
                 # losses of objectives have their weights, but for those that have not begun
-                weights = {
-                    name: self.task_weights.get(name, 1.0) * bool(objectives.get(name, 1)) for name in task_losses
-                }
+                begun = {name: bool(objectives.get(name, 1)) for name in task_losses}
+                weights = {name: begun[name] * self.task_weights.get(name, 1.0) for name in task_losses}
                 for name in detection_losses:
                     weights[name] = detector.loss_weight * detector.loss_weights.get(name, 1.0)
                 losses = sorted({**task_losses, **detection_losses}.items())

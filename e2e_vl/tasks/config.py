@@ -85,6 +85,9 @@ class AnswerConfig(Settings, frozen=True):
     # entropy with the best answer as target; texts without a known answer are skipped. "divergence": the KL divergence
     # of the softmax from the unnormalised soft targets, averaged over all texts (official VisualBERT code).
     loss: Literal["binary", "softmax", "divergence"] = "binary"
+    # a question without a listed answer, such as one of another data set, has no loss. False: all answers are wrong
+    # (official).
+    skip_unlisted: bool = False
     # initialise each row of the last Linear with the mean embedding of the answer's wordpieces (official)
     initialise_from_words: bool = True
     # the head has a hidden layer with GELU and LayerNorm; False: dropout and one Linear (official VisualBERT code)

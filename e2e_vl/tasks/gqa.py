@@ -54,6 +54,7 @@ class GQAVocabulary(AnswerVocabulary):
             answer = max(truth.scores, key=truth.scores.get, default=None)
         if answer is None:
             return None
+        answer = self.spell(answer)
         if mirrored:
             answer = {"left": "right", "right": "left"}.get(answer, answer)
         return AnswerLabels({answer: 1.0}, self.class_of.get(answer, -1), {"right_answer": answer})

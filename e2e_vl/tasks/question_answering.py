@@ -30,7 +30,7 @@ from e2e_vl.samples import DatasetInfo, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import Head, HeadInit, Sizes, Task, Transform
 from e2e_vl.tasks.config import AnswerConfig
-from e2e_vl.text import TextTokenizer
+from e2e_vl.text import TextTokenizer, simplify_answer
 
 MANY_UNKNOWN = 0.5  # share of questions that triggers a warning
 logger = logging.getLogger(__name__)
@@ -67,6 +67,10 @@ class AnswerVocabulary(abc.ABC):
     @abc.abstractmethod
     def labels_of(self, truth: Any, *, mirrored: bool = False) -> AnswerLabels | None:
         """Labels from the ground truth; None if it is unknown. With `mirrored`, "left" and "right" are swapped."""
+
+    def spell(self, answer: str) -> str:
+        """An answer as the vocabulary spells it, if it has it; those of Visual Genome are whole sentences."""
+        return answer if answer in self.class_of else simplify_answer(answer)
 
     def targets_of(self, scores: Mapping[str, float]) -> Float[np.ndarray, " Y"]:
         """float32 targets of all answers; scores of answers outside the vocabulary are dropped."""
@@ -167,7 +171,7 @@ class AnswerTask(Task):
     def check_data(self, info: DatasetInfo, detector: Detector) -> None:
         """Log how many questions have no answer in the vocabulary; raise a UserError if none has one.
 
-        Such questions do not contribute to the softmax loss; in the binary loss all their answers are negatives.
+        Such questions do not contribute to the softmax loss; for the others see `AnswerConfig.skip_unlisted`.
         """
         labels = [one for one in map(self.answer_vocabulary.labels_of, info.truths()) if one is not None]
         total, without = len(labels), sum(one.best == -1 for one in labels)
@@ -190,7 +194,7 @@ class AnswerTask(Task):
 
         Returns:
             `logits` float32 [M, Y], and the task's loss if the batch has targets. Its count is the number of texts
-            with a target ("binary", "divergence") or with a known answer ("softmax").
+            with a target ("binary", "divergence"; see `AnswerConfig.skip_unlisted`) or with a known answer ("softmax").
         """
         logits = at_least_float32(self.head(encoded.summary))
         losses = {}
@@ -205,6 +209,9 @@ class AnswerTask(Task):
             total = F.cross_entropy(logits, best, ignore_index=-1, reduction="sum")
             return Loss(total=total, count=(best >= 0).sum().to(logits.dtype))
         scores = targets.with_target(targets.scores).to(logits)
+        if self.config.skip_unlisted:
+            is_listed = targets.with_target(targets.best) >= 0
+            logits, scores = logits[is_listed], scores[is_listed]
         if self.config.loss == "binary":
             total = F.binary_cross_entropy_with_logits(logits, scores, reduction="sum")
         else:  # "divergence": targets of 0 do not contribute

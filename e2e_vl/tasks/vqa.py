@@ -19,7 +19,7 @@ from e2e_vl.metrics.vqa import (
     vqa_metrics,
     write_submission,
 )
-from e2e_vl.samples import HumanAnswers, ScoredAnswers
+from e2e_vl.samples import CorrectAnswer, HumanAnswers, ScoredAnswers
 from e2e_vl.tasks.base import PredictionSummary
 from e2e_vl.tasks.question_answering import AnswerLabels, AnswerTask, AnswerVocabulary
 from e2e_vl.text import swap_left_right
@@ -31,7 +31,7 @@ class VQAVocabulary(AnswerVocabulary):
     In flipped images, "left" and "right" are swapped in answers too (official VL-BERT code).
     """
 
-    learns_from = (HumanAnswers, ScoredAnswers)
+    learns_from = (HumanAnswers, ScoredAnswers, CorrectAnswer)
 
     def __init__(self, answers: Sequence[str], *, normalised: bool = False) -> None:
         super().__init__(answers)
@@ -43,8 +43,10 @@ class VQAVocabulary(AnswerVocabulary):
         def spelled(answer: str) -> str:
             return " ".join(swap_left_right(answer.split(" "))) if mirrored else answer
 
+        if isinstance(truth, CorrectAnswer):  # to a question of GQA or Visual Genome
+            truth = ScoredAnswers({truth.answer: 1.0})
         if isinstance(truth, ScoredAnswers):
-            scores = {spelled(answer): score for answer, score in truth.scores.items()}
+            scores = {spelled(self.spell(answer)): score for answer, score in truth.scores.items()}
             known = [answer for answer, score in scores.items() if score > 0 and answer in self.class_of]
             best = self.class_of[max(known, key=scores.get)] if known else -1
             return AnswerLabels(scores, best, {"answer_scores": scores})

@@ -71,6 +71,7 @@ CROSS, OTHER_CROSS = ".visual_attention.", ".text_attention."
 OFFICIAL_CONFIG = {
     "cross_attention": "shared",
     "with_segments": True,
+    "with_lstm": False,
     "pooled": "tanh",
     "uses_whole_image": False,
     "named_regions": False,
@@ -180,6 +181,7 @@ TRANSFORMERS_CONFIG = {  # values of our config that transformers' model impleme
     "cross_attention": "shared",
     "relative_geometry": False,
     "with_segments": True,
+    "with_lstm": False,
     "pooled": "tanh",
     "layer_norm_eps": 1e-12,
 }

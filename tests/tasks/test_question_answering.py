@@ -114,6 +114,24 @@ def test_the_softmax_loss_leaves_out_what_has_no_known_answer():
     assert output.losses["vqa"].mean == 0 and not states.grad.abs().sum()
 
 
+def test_one_right_answer_beside_human_ones():
+    """Of GQA or Visual Genome, which write sentences; one that is in no list may have no loss."""
+    vocabulary = VQAVocabulary(ANSWERS)
+    assert vocabulary.labels_of(CorrectAnswer("Two.")) == ({"2": 1.0}, 2, {"answer_scores": {"2": 1.0}})
+    assert vocabulary.labels_of(ScoredAnswers({"No.": 1.0})).best == 1
+    elsewhere = vocabulary.labels_of(CorrectAnswer("On the wall."))
+    both = [vocabulary.labels_of(HumanAnswers(tuple(FIRST))), elsewhere]
+    targets = AnswerTargets.join([AnswerTargets(vocabulary.targets_of(one.scores), one.best) for one in both])
+    for skips in (False, True):
+        output, states = run(make_task(skip_unlisted=skips), two_questions(FIRST, None, targets=targets))
+        loss, kept = output.losses["vqa"], 1 if skips else 2
+        total = F.binary_cross_entropy_with_logits(output.logits[:kept], targets.scores[:kept], reduction="sum")
+        torch.testing.assert_close(loss.mean, total / kept)
+        loss.mean.backward()
+        assert states.grad[0].any() and states.grad[1].any() != skips
+    assert GQATask(HIDDEN, GQAConfig(answers=["red"])).answer_vocabulary.labels_of(ScoredAnswers({"Red.": 1})).best == 0
+
+
 def test_predictions_and_metrics():
     task, batch = make_task(top_answers=2), two_questions(FIRST, SECOND)
     logits = torch.tensor([[0.0, 2.0, 1.0, 0, 9.0, 0], [0, 0, 3.0, 1.0, 9.0, 0]])
