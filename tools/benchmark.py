@@ -1,49 +1,60 @@
-"""Measure the speed and memory of training steps, detectors and answers on this machine.
+"""Measure the speed and memory of detectors, training, evaluation, answers and data loading on this machine.
 
-    python tools/benchmark.py train --json FILE
-    python tools/benchmark.py train --config configs/benchmark/train_base.yaml --image-size 600 800 --boxes 36 --sweep
-    python tools/benchmark.py data --config configs/benchmark/train_base.yaml
-    python tools/benchmark.py detector --repetitions 3
-    python tools/benchmark.py detector --detector-config detector/published/torchvision_R_50_FPN.yaml
+    python tools/benchmark.py detector --detector-config configs/detector/R_50_FPN.yaml --boxes 36 --boxes 100
+    python tools/benchmark.py train --config configs/benchmark/train.yaml --output FILE.json --chart FILE.png
+    python tools/benchmark.py train --against CHECKOUT --pairs 5
+    python tools/benchmark.py evaluate --config configs/benchmark/train_base.yaml --precision bf16
     python tools/benchmark.py ask --run runs/demo_refcoco --image IMAGE --text "the small red circle"
+    python tools/benchmark.py data --config configs/benchmark/train_base.yaml data.workers=2
+    python tools/benchmark.py memory --config configs/benchmark/train_base.yaml --image-size 600 800 --boxes 36
+    python tools/benchmark.py estimate --config configs/vqa/lxmert.yaml data.root=DATA --examples 632117 --epochs 4
 
-`train` times a whole optimiser step over I images with k texts each in one batch ("grouped") against the same texts one
-per batch ("ungrouped": k passes over the same images, gradients accumulated), after checking that both give the same
-loss and gradients; if they differ, the exit status is 1. `ratio` is grouped / ungrouped: below 1, grouping is faster.
-With `--sweep` it times single steps and their peak memory: one text per image and k, float32 and bfloat16, without and
-with activation checkpointing.
+detector  features of given boxes and a training step: built in, and by torchvision (its settings) or Detectron2 (all
+          others, where it is installed), with the same weights
+train     an optimiser step over I images with k texts each in one batch ("grouped"), one text per batch ("ungrouped": k
+          passes over the images, gradients accumulated), and only the first text of each image ("single")
+evaluate  reading and predicting a batch, for each source of boxes in `eval.boxes`
+ask       answers of a trained run
+data      some batches, read by this process or by `data.workers` others; images/s are per worker
+memory    a training step with stored and recomputed activations, for 1 and k texts per image, each in its own process
+estimate  nothing is measured: a roofline for the recipes of configs/benchmark/epochs.yaml, or for --config: FLOPs per
+          example, GiB of memory on each of --gpus GPUs, and hours on one / on all of them
 
-`detector` times features of given boxes and a training step of the built-in detector against torchvision's model (for
-torchvision's settings) or Detectron2's (for all others, where it is installed), with the same weights. `ratio` is the
-other's median / ours: above 1, ours is faster. If the features differ, the exit status is 1.
-
-`data` counts the images that one worker loads in a second, and the bytes of a batch's pixels.
-
-`ask` times the answers of a trained run: importing and loading, the first answer, and further ones.
-
-The compared variants are run in turn, so that changes in machine speed affect all of them.
+Variants run in turn, in alternating order, so that changes in machine speed affect all of them. `ratio` is a median /
+that of the first variant, or with --against the median of this / other over the pairs. A multiplication and an addition
+are 2 FLOPs; those of matrix products and convolutions in one call are counted. `share`: their rate / the best rate of a
+large matrix product and a 3x3 convolution in the same run. `peak`: memory allocated on the GPU; on the CPU, the peak
+resident set of the process so far.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
+import os
 import platform
+import resource
 import statistics
+import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
-import psutil
 import torch
-from accelerate import Accelerator
-from accelerate.utils import set_seed
+import torch.nn.functional as F
+from accelerate.utils import DistributedDataParallelKwargs
+from matplotlib.figure import Figure
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torchvision.models import detection
 from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 from torchvision.models.detection.faster_rcnn import FasterRCNN as TorchvisionModel
@@ -53,93 +64,324 @@ from detector.checkpoint import load_weights
 from detector.config import DetectorConfig
 from detector.errors import UserError
 from detector.faster_rcnn import FasterRCNN, pad_to_multiple
-from detector.structures import DetectionTargets, ImageBatch, Loss, Regions
+from detector.images import ResizeRule
+from detector.io import read_json, read_yaml, write_json
+from detector.roi_pooler import RoIPooler
+from detector.structures import DetectionTargets, ImageBatch, Loss, PrecomputedFeatures, Regions
 from detector.weight_names import from_torchvision_detector
 from e2e_vl.cli.main import print_errors
-from e2e_vl.config import BoxSource, load_config
-from e2e_vl.data.batching import BatchLoader, GroupedBatchSampler, Request
-from e2e_vl.io import write_json
+from e2e_vl.config import BoxSource, RunConfig, load_config
+from e2e_vl.data.batching import BatchLoader, GroupedBatchSampler, Request, canvas_size
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.run.build import build_run, resolve_config
-from e2e_vl.run.optim import build_optimizer
-from e2e_vl.structures import Batch, ModelOutput
+from e2e_vl.run.build import Run, build_detector, build_encoder, build_examples, build_run, resolve_config
+from e2e_vl.run.evaluate import predict_texts
+from e2e_vl.run.launch import make_accelerator
+from e2e_vl.run.train import Trainer
+from e2e_vl.structures import Batch, RegionLabels, TextBatch
 
 ROOT = Path(__file__).resolve().parents[1]
-TOLERANCE = 1e-3  # of losses, gradients and features, relative to the largest one
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+BATCHES = 16  # in a pass of `data`
 TORCHVISION = ("torchvision_R_50_FPN", "torchvision_R_50_FPN_v2")  # settings in detector/published
 SAMPLED_ROIS = 64  # of each image, for the detection losses
 OBJECTS = 8  # annotated objects of each image in the training step of a detector
 
+Plan = dict[str, dict[str, tuple[Callable[[], Any], float]]]  # group -> variant -> step, and the images it handles
+Rows = dict[str, dict[str, dict[str, Any]]]  # group -> variant -> numbers
+
 
 @print_errors
 def main(argv: list[str] | None = None) -> int:
-    shape = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser = argparse.ArgumentParser(**shape)
-    commands = parser.add_subparsers(dest="command", required=True)
-    train = commands.add_parser("train", help="training steps", **shape)
-    train.add_argument("--config", type=Path, default=ROOT / "configs" / "benchmark" / "train.yaml")
-    train.add_argument("--sweep", action="store_true", help="precision, checkpointing and memory of single steps")
-    train.add_argument("--boxes", type=int, help="boxes per image (default: those of the data)")
-    train.add_argument("--image-size", type=int, nargs=2, metavar=("H", "W"), help="pixels of the padded images")
-    train.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file")
-    train.set_defaults(measure=measure_train)
-    data = commands.add_parser("data", help="loading of images", **shape)
-    data.add_argument("--config", type=Path, default=ROOT / "configs" / "benchmark" / "train.yaml")
-    data.set_defaults(measure=measure_data)
-    detectors = commands.add_parser("detector", help="the built-in detector against another implementation", **shape)
-    detectors.add_argument("--detector-config", type=Path, default=ROOT / "configs" / "detector" / "vl_bert_R_101.yaml")
-    detectors.add_argument("--boxes", type=int, nargs="+", default=[36, 100], help="boxes per image (default: 36 100)")
-    detectors.add_argument("--image-size", type=int, nargs=2, default=(600, 1000), metavar=("H", "W"))
-    detectors.add_argument("--images", type=int, default=1, help="images in a batch (default: 1)")
-    detectors.set_defaults(measure=measure_detector)
-    ask = commands.add_parser("ask", help="answers of a trained run", **shape)
-    ask.add_argument("--run", type=Path, required=True, help="run directory or saved model")
-    ask.add_argument("--image", type=Path, required=True)
-    ask.add_argument("--text", required=True)
-    ask.set_defaults(measure=measure_ask)
-    for command in (train, data, detectors, ask):
-        command.add_argument("--repetitions", type=int, default=5, help="measured calls of each way (default: 5)")
-        command.add_argument("--warm-up", type=int, default=1, help="calls before them (default: 1)")
-        command.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
-    words = sys.argv[1:] if argv is None else argv
-    is_train = words[:1] == ["train"]  # a parser with subcommands cannot read overrides between options
-    arguments = train.parse_intermixed_args(words[1:]) if is_train else parser.parse_args(words)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    outer = argparse.ArgumentParser(add_help=False)  # options that are not passed on to the processes that are started
+    outer.add_argument("--against", type=Path, metavar="CHECKOUT", help="compare this checkout with another one")
+    outer.add_argument("--pairs", type=int, default=5, help="runs of each checkout, in turn (default: 5)")
+    outer.add_argument("--output", type=Path, metavar="JSON", help="write all numbers to this file")
+    outer.add_argument("--chart", type=Path, metavar="PNG", help="draw medians and ranges")
+    own, words = outer.parse_known_args(argv)
+    arguments = build_parser(outer).parse_intermixed_args(words)  # settings may stand between options
+    if arguments.command == "estimate":
+        for line in estimate(arguments):
+            print(line, flush=True)
+        return 0
+    on_cpu = arguments.device.type == "cpu"
+    os.environ["ACCELERATE_USE_CPU"] = str(on_cpu).lower()
     machine = {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "cpu",
+        "device": platform.processor() or "cpu" if on_cpu else torch.cuda.get_device_name(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "code": str(Path(sys.modules["e2e_vl"].__file__).parents[1]),
     }
+    result = {"machine": machine, "command": words}
+    if own.against is not None:
+        result |= compare_checkouts(words, own.against.resolve(), own.pairs)
+    elif arguments.command == "memory":
+        result |= measure_memory(words, arguments)
+    else:
+        with tempfile.TemporaryDirectory() as arguments.folder:
+            result |= measure(arguments)
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
-    result = arguments.measure(arguments, device)
-    if arguments.json is not None:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        write_json(arguments.json, {"machine": machine, "command": words, **result})
-    return int(result.get("is_different", False))
+    print("\n".join(describe(result)))
+    for path in filter(None, (own.output, own.chart)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    if own.output is not None:
+        write_json(own.output, result)
+    if own.chart is not None:
+        draw(result["cases"], " ".join(words), own.chart)
+    return 0
 
 
-def take_turns(
-    ways: dict[str, Callable[[], Any]], arguments: argparse.Namespace, device: torch.device
-) -> dict[str, dict[str, Any]]:
-    """Seconds of every way (`median`, `min`, `max`); the ways take turns, every second time in reverse order."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for repetition in tqdm(range(arguments.warm_up + arguments.repetitions), leave=False):
-        for name in list(ways) if repetition % 2 == 0 else list(ways)[::-1]:
+def build_parser(outer: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=shape, parents=[outer])
+    parser.add_argument("command", choices=[*PLANS, "memory", "estimate"])
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override those of --config")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=torch.device, default=device, help="cpu or cuda (default: cuda if present)")
+    parser.add_argument("--precision", choices=DTYPES, default="fp32")
+    parser.add_argument("--repetitions", type=int, default=5, help="timed calls of each variant (default: 5)")
+    parser.add_argument("--only", metavar="VARIANT", help="the only variant to measure, such as grouped")
+    parser.add_argument("--config", type=Path, default=ROOT / "configs/benchmark/train.yaml", help="settings of a run")
+    parser.add_argument("--boxes", type=int, action="append", help="boxes per image; `detector` takes several --boxes")
+    parser.add_argument("--image-size", type=int, nargs=2, metavar=("H", "W"), help="pixels of the padded images")
+    parser.add_argument("--detector-config", type=Path, default=ROOT / "configs/detector/vl_bert_R_101.yaml")
+    parser.add_argument("--run", type=Path, help="run directory or saved model of `ask`")
+    parser.add_argument("--image", type=Path)
+    parser.add_argument("--text")
+    parser.add_argument("--examples", type=int, help="`estimate` of --config, with so many texts in an epoch")
+    parser.add_argument("--words", type=int, default=14, help="... and so many wordpieces in each (default: 14)")
+    parser.add_argument("--epochs", type=float, default=1, help="of `estimate` (default: 1)")
+    parser.add_argument("--gpus", type=int, default=4, help="... on one GPU, and on so many (default: 4)")
+    return parser
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Times, FLOPs and peak memory of every step of a command, and the best rates of the device."""
+    plan, details = PLANS[arguments.command](arguments)
+    best, cases = best_rates(arguments.device, DTYPES[arguments.precision]), {}
+    for group, steps in plan.items():
+        calls = {name: call for name, (call, _) in steps.items() if arguments.only in (None, name)}
+        # `data` starts processes, which would count forever
+        flops = {name: 0 if arguments.command == "data" else count_flops(call) for name, call in calls.items()}
+        cases[group] = take_turns(calls, arguments.repetitions, arguments.device)
+        for name, row in cases[group].items():
+            rate = flops[name] / row["median"] / 1e12
+            row |= {"gflop": flops[name] / 1e9, "tflops": rate, "share": rate / max(best.values())}
+            row["images_per_second"] = steps[name][1] / row["median"]
+    return {"best_tflops": best, "cases": cases, **details}
+
+
+def take_turns(calls: dict[str, Callable], repetitions: int, device: torch.device) -> dict[str, dict[str, Any]]:
+    """Seconds and peak memory of each, after one call; they take turns, in alternating order."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    peaks = dict.fromkeys(calls, 0)
+    on_gpu = device.type == "cuda"
+    for repetition in tqdm(range(repetitions + 1), leave=False):
+        for name in list(calls)[:: 1 if repetition % 2 == 0 else -1]:
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats(device)
             started = time.perf_counter()
-            ways[name]()
-            if device.type == "cuda":
+            calls[name]()
+            if on_gpu:
                 torch.cuda.synchronize(device)
-            if repetition >= arguments.warm_up:
-                seconds[name].append(time.perf_counter() - started)
-    return {
-        name: {"median": statistics.median(values), "min": min(values), "max": max(values)}
-        for name, values in seconds.items()
+            seconds[name].append(time.perf_counter() - started)
+            resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in kibibytes on Linux
+            peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated(device) if on_gpu else resident)
+    return {name: {**summary(seconds[name][1:]), "peak_gib": peaks[name] / 2**30} for name in calls}
+
+
+def summary(values: list[float]) -> dict[str, Any]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "values": values}
+
+
+def count_flops(call: Callable[[], Any]) -> int:
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # others are not counted on the CPU
+        call()
+    return counter.get_total_flops()
+
+
+def best_rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """TFLOP/s of a large matrix product and of a 3x3 convolution of 256 channels."""
+    side, number = (8192, 32) if device.type == "cuda" else (1536, 1)
+    matrix = torch.randn(side, side, device=device, dtype=dtype)
+    images = torch.randn(number, 256, 64, 64, device=device, dtype=dtype).to(memory_format=torch.channels_last)
+    kernel = torch.randn(256, 256, 3, 3, device=device, dtype=dtype).to(memory_format=torch.channels_last)
+    calls = {"matrix product": lambda: matrix @ matrix, "3x3 convolution": lambda: F.conv2d(images, kernel, padding=1)}
+    rows = take_turns(calls, 5, device)
+    return {name: count_flops(calls[name]) / row["min"] / 1e12 for name, row in rows.items()}
+
+
+def measure_in_process(words: list[str], checkout: Path = ROOT) -> dict[str, Any]:
+    """The result of this program in a process of its own, with the code of a checkout."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "result.json"
+        command = [sys.executable, __file__, *words, "--output", str(output)]
+        environment = {**os.environ, "PYTHONPATH": str(checkout)}
+        done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            last = done.stderr.strip().splitlines()[-1]
+            raise UserError(f"This program cannot run `{' '.join(words)}` with the code in {checkout}: {last}")
+        return read_json(output)
+
+
+def compare_checkouts(words: list[str], other: Path, pairs: int) -> dict[str, Any]:
+    """Medians of this checkout and another one, measured in turn, and the ratios this / other of all pairs."""
+    results: dict[str, list[dict[str, Any]]] = {"other": [], "this": []}
+    for pair in tqdm(range(pairs), desc="pairs"):
+        for name in list(results)[:: 1 if pair % 2 == 0 else -1]:
+            results[name].append(measure_in_process(words, ROOT if name == "this" else other))
+    cases: Rows = {}
+    for group, variants in results["this"][0]["cases"].items():
+        for variant in variants:
+            rows = {name: [one["cases"][group][variant] for one in found] for name, found in results.items()}
+            case = cases[f"{group}, {variant}"] = {
+                name: {**found[-1], **summary([one["median"] for one in found])} for name, found in rows.items()
+            }
+            pairs_of = zip(case["this"]["values"], case["other"]["values"], strict=True)
+            case["this"]["ratio"] = summary([this / that for this, that in pairs_of])
+    return {"cases": cases, "best_tflops": results["this"][-1]["best_tflops"], "other": str(other)}
+
+
+def measure_memory(words: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
+    """A training step in a process of its own for each case."""
+    texts = load_config(arguments.config, arguments.overrides).data.texts_per_image
+    train = ["train" if word == "memory" else word for word in words]
+    cases: Rows = {}
+    for (only, number), is_checkpointed in itertools.product({"single": 1, "grouped": texts}.items(), (False, True)):
+        setting = f"train.activation_checkpointing={str(is_checkpointed).lower()}"
+        found = measure_in_process([*train, "--only", only, setting])
+        name = "recomputed activations" if is_checkpointed else "stored activations"
+        cases.setdefault(f"{number} texts per image", {})[name] = found["cases"]["step"][only]
+    return {"cases": cases, "best_tflops": found["best_tflops"]}
+
+
+def describe(result: dict[str, Any]) -> Iterator[str]:
+    """A Markdown table of all cases, and lines with everything else."""
+    columns = ("", "", "s (range)", "ratio", "images/s", "GFLOP", "TFLOP/s", "share", "peak GiB")
+    yield f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
+    for group, rows in result["cases"].items():
+        for name, row in rows.items():
+            ratio = row.get("ratio", {"median": row["median"] / next(iter(rows.values()))["median"]})
+            spread = f" ({ratio['min']:.3f} .. {ratio['max']:.3f})" if "min" in ratio else ""
+            yield (
+                f"| {group} | {name} | {row['median']:.3f} ({row['min']:.3f} .. {row['max']:.3f}) "
+                f"| {ratio['median']:.3f}{spread} | {row['images_per_second']:.2f} | {row['gflop']:.1f} "
+                f"| {row['tflops']:.3f} | {row['share']:.0%} | {row['peak_gib']:.2f} |"
+            )
+    yield "best rate: " + ", ".join(f"{name} {rate:.3f} TFLOP/s" for name, rate in result["best_tflops"].items())
+    rest = {key: value for key, value in result.items() if key not in ("machine", "command", "cases", "best_tflops")}
+    yield from (f"{key.replace('_', ' ')}: {value}" for key, value in rest.items())
+
+
+def draw(cases: Rows, title: str, path: Path) -> None:
+    """A bar for the median of each case, and a line for its range."""
+    rows = {f"{group}, {name}": row for group, variants in cases.items() for name, row in variants.items()}
+    medians, least, most = ([row[key] for row in rows.values()] for key in ("median", "min", "max"))
+    colors = [f"C{number}" for variants in cases.values() for number in range(len(variants))]
+    figure = Figure(figsize=(8, 1.2 + 0.4 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    axes.barh(list(rows), medians, color=colors)
+    axes.hlines(list(rows), least, most, colors="black")
+    axes.invert_yaxis()
+    axes.set(xlabel="seconds (median and range)", title=title)
+    figure.savefig(path)
+
+
+def open_run(arguments: argparse.Namespace, *settings: str) -> tuple[RunConfig, Run]:
+    """The run of `--config`; drawn scenes, and files of the run, are in a temporary folder."""
+    precision = arguments.precision.replace("fp32", "'no'")
+    words = [*arguments.overrides, *settings, f"output={arguments.folder}/run", f"train.mixed_precision={precision}"]
+    config = load_config(arguments.config, words)
+    if arguments.boxes is not None and config.data.boxes.train == BoxSource.ONLINE:
+        raise UserError("--boxes needs given boxes; set data.boxes.train=gt, or leave --boxes out.")
+    if config.data.synthetic.scenes:  # more than a batch, because not every scene has k texts
+        scenes = {config.data.train_split: 4 * config.train.images_per_batch // config.train.accumulate + 8}
+        words += [f"data.root={arguments.folder}/data", f"data.synthetic.scenes={scenes}"]
+    config = resolve_config(load_config(arguments.config, words))
+    torch.manual_seed(config.seed)
+    return config, build_run(config)
+
+
+def plan_train(arguments: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
+    config, run = open_run(arguments, "data.flip=0")
+    number, texts = config.train.images_per_batch // config.train.accumulate, config.data.texts_per_image
+    rich = [group[:texts] if len(group) >= texts else [] for group in run.train_data.groups]
+    requests = next(iter(GroupedBatchSampler(rich, number, texts, shuffle=False)))
+    parts = [[Request(one.group, one.texts[row : row + 1]) for one in requests] for row in range(texts)]
+    batches = [
+        run.collate([run.train_data[one] for one in part], pad_to=arguments.image_size) for part in (requests, *parts)
+    ]
+    if arguments.boxes is not None:
+        pairs, count = zip(batches[0].boxes, batches[0].images.sizes, strict=True), arguments.boxes[0]
+        boxes = [torch.cat([own, random_boxes(count) * size.flip(0).repeat(2)])[:count] for own, size in pairs]
+        batches = [dataclasses.replace(batch, boxes=boxes) for batch in batches]
+    handlers = [DistributedDataParallelKwargs()]  # of which Trainer sets fields
+    accelerator = make_accelerator(config.train.mixed_precision, kwargs_handlers=handlers)
+    trainer = Trainer(config, accelerator, run, checkpoint=None)
+    grouped, *singles = batches
+    steps = {
+        "ungrouped": (lambda: trainer.train_step(singles), number),
+        "grouped": (lambda: trainer.train_step([grouped]), number),
+        "single": (lambda: trainer.train_step(singles[:1]), number),
     }
+    pixels = list(grouped.images.pixels.shape[-2:])
+    return {"step": steps}, {"images": number, "texts_per_image": texts, "pixels": pixels}
 
 
-def print_times(label: str, times: dict[str, dict[str, Any]]) -> None:
-    for name, values in times.items():
-        print(f"  {label:14s} {name:12s} {values['median']:8.3f} s ({values['min']:.3f} .. {values['max']:.3f})")
+def plan_evaluate(arguments: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
+    """Reads the images, too."""
+    config, run = open_run(arguments, "data.workers=0")
+    accelerator, number = make_accelerator(config.train.mixed_precision), config.eval.images_per_batch
+    model, steps = run.model.to(arguments.device), {}
+    if config.train.channels_last:
+        model.detector.to(memory_format=torch.channels_last)
+    for source in config.eval.boxes:
+        data = build_examples(config, model, run.tokenizer, config.data.train_split, boxes=source)
+        call = functools.partial(predict_texts, config, model, data, accelerator, max_images=number)
+        steps[str(source)] = call, min(number, len(data.groups))
+    return {"batch": steps}, {}
+
+
+def plan_data(arguments: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
+    config, run = open_run(arguments)
+    number = config.train.images_per_batch // config.train.accumulate
+    sampler = GroupedBatchSampler(run.train_data.groups, number, config.data.texts_per_image)
+
+    def read(loader: BatchLoader) -> None:
+        endless = itertools.chain.from_iterable(itertools.repeat(loader))
+        for _ in itertools.islice(endless, BATCHES):
+            pass
+
+    steps = {}
+    for workers in dict.fromkeys((0, config.data.workers)):
+        loader = BatchLoader(run.train_data, sampler, run.collate, workers=workers, keep_workers=True)
+        images = number * BATCHES / max(workers, 1)
+        steps[f"{workers} workers"] = functools.partial(read, loader), images
+    pixels = next(iter(loader)).images.pixels
+    return {"pass": steps}, {"batch": f"{pixels.dtype} {list(pixels.shape)}, {pixels.nbytes / 1e6:.1f} MB"}
+
+
+def plan_ask(arguments: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
+    """`seconds`: until the model is loaded, and its first answer."""
+    import e2e_vl
+
+    if None in (arguments.run, arguments.image, arguments.text):
+        raise UserError("ask needs --run, --image and --text.")
+    started = time.perf_counter()
+    model = e2e_vl.load(arguments.run, device=arguments.device)
+    loaded = time.perf_counter()
+
+    def ask() -> None:
+        with autocast(arguments):
+            model.ask(arguments.image, arguments.text)
+
+    ask()
+    seconds = {"load": loaded - started, "first": time.perf_counter() - loaded}
+    return {"answer": {"ask": (ask, 1)}}, {"seconds": seconds}
+
+
+def autocast(arguments: argparse.Namespace) -> torch.autocast:
+    dtype = DTYPES[arguments.precision]
+    return torch.autocast(arguments.device.type, dtype, enabled=dtype != torch.float32)
 
 
 def random_boxes(number: int) -> Tensor:
@@ -148,227 +390,56 @@ def random_boxes(number: int) -> Tensor:
     return torch.cat([corners, corners + 0.1 + torch.rand(number, 2) * 0.4], dim=1)
 
 
-# Training steps
+def plan_detector(arguments: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
+    """A random image with random boxes."""
+    torch.manual_seed(0)
+    detectors = {name: one.to(arguments.device) for name, one in make_detectors(arguments.detector_config).items()}
+    detectors["builtin"].to(memory_format=torch.channels_last)  # as `train.channels_last` does
+    height, width = arguments.image_size or (600, 1000)
+    sizes, scale = torch.tensor([(height, width)]), torch.tensor([width, height, width, height])
+    batch = ImageBatch(torch.randn(1, 3, height, width) * 50, sizes, sizes, ["image"]).to(arguments.device)
+    plan, difference, counts = {}, 0.0, arguments.boxes or [36, 100]
+    boxes = {count: [(random_boxes(count) * scale).to(arguments.device)] for count in counts}
+    for count, rows in boxes.items():
+        calls = {name: functools.partial(get_features, arguments, one, batch, rows) for name, one in detectors.items()}
+        ours, theirs = calls["builtin"](), list(calls.values())[-1]()
+        difference = max(difference, ((ours - theirs).abs().max() / theirs.abs().max()).item())
+        plan[f"features of {count} boxes"] = {name: (call, 1) for name, call in calls.items()}
+    steps = {name: make_training_call(arguments, one, batch, boxes[counts[0]]) for name, one in detectors.items()}
+    plan["training step"] = {name: (call, 1) for name, call in steps.items()}  # last: it changes the weights
+    return plan, {"feature_difference": difference}
 
 
-def measure_train(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Grouped against ungrouped steps, or with `--sweep` single steps; no file of the run is written."""
-    config = resolve_config(load_config(arguments.config, arguments.overrides))
-    if arguments.boxes is not None and config.data.boxes.train == BoxSource.ONLINE:
-        raise UserError("--boxes needs given boxes; set data.boxes.train=gt, or leave --boxes out.")
-    number, texts = config.train.images_per_batch // config.train.accumulate, config.data.texts_per_image
-    with tempfile.TemporaryDirectory() as folder:
-        words = [*arguments.overrides, "data.flip=0", "data.workers=0", f"output={folder}/run"]
-        words.append(f"data.resize.short_edge=[{config.data.resize.short_edge[-1]}]")  # all batches see the same pixels
-        if config.data.synthetic.scenes:  # not every scene has k texts
-            words += [
-                f"data.root={folder}/data",
-                f"data.synthetic.scenes={{{config.data.train_split}: {4 * number + 8}}}",
-            ]
-        config = resolve_config(load_config(arguments.config, words))
-        set_seed(config.seed)
-        run = build_run(config)
-        model = run.model.to(device)
-        if config.train.channels_last:
-            model.detector.to(memory_format=torch.channels_last)
-        rich = [group[:texts] if len(group) >= texts else [] for group in run.train_data.groups]
-        requests = next(iter(GroupedBatchSampler(rich, number, texts, shuffle=False)))
-        parts = [[Request(one.group, one.texts[row : row + 1]) for one in requests] for row in range(texts)]
-        batches = [
-            run.collate([run.train_data[one] for one in part], pad_to=arguments.image_size)
-            for part in (requests, *parts)
-        ]
-    if arguments.boxes is not None:
-        scales = [size.flip(0).repeat(2) for size in batches[0].images.sizes]
-        boxes = [
-            torch.cat([own, random_boxes(arguments.boxes) * scale])[: arguments.boxes]
-            for own, scale in zip(batches[0].boxes, scales, strict=True)
-        ]
-        batches = [dataclasses.replace(batch, boxes=boxes) for batch in batches]
-    grouped, *singles = [batch.to(device) for batch in batches]
-    height, width = grouped.images.pixels.shape[-2:]
-    size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    print(f"{number} images of {height} x {width} pixels with {texts} texts each, {size:.1f} M parameters")
-    if arguments.sweep:
-        return {"cases": sweep(config, model, {1: singles[0], texts: grouped}, arguments, device)}
-    checks = compare_gradients(model, grouped, singles)
-    accelerator = Accelerator(mixed_precision=config.train.mixed_precision)
-    model, optimizer = accelerator.prepare(model, build_optimizer(model, config.train))
-    with torch.no_grad():
-        counts = task_counts(model.train()(grouped))
+@torch.no_grad()
+def get_features(arguments: argparse.Namespace, detector: nn.Module, batch: ImageBatch, boxes: list[Tensor]):
+    detector.eval()
+    with autocast(arguments):
+        return torch.cat(detector(batch, boxes).features)
 
-    def step(batches: Sequence[Batch]) -> None:
-        for batch in batches:
-            output = model(batch)
-            losses = output.regions.losses.items()
-            detection = sum(config.detector.loss_weights.get(name, 1.0) * loss.mean for name, loss in losses)
-            accelerator.backward(task_loss(output, counts) + config.detector.loss_weight * detection / len(batches))
-        if config.train.clip_norm is not None:
-            accelerator.clip_grad_norm_(model.parameters(), config.train.clip_norm)
+
+def make_training_call(arguments: argparse.Namespace, detector: nn.Module, batch: ImageBatch, boxes: list[Tensor]):
+    """Forward with detection losses and features of the boxes, backward of both, and a step of SGD."""
+    objects = [rows[:OBJECTS] for rows in boxes]
+    classes = [torch.arange(len(rows), device=rows.device) % detector.num_classes for rows in objects]
+    targets = DetectionTargets(objects, classes)
+    optimizer = torch.optim.SGD([p for p in detector.parameters() if p.requires_grad], lr=1e-6)
+
+    def call() -> None:
+        detector.train()
+        with autocast(arguments):
+            regions = detector(batch, boxes, targets)
+            loss = sum(loss.mean for loss in regions.losses.values()) + torch.cat(regions.features).float().mean()
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    times = take_turns({"grouped": lambda: step([grouped]), "ungrouped": lambda: step(singles)}, arguments, device)
-    ratio = times["grouped"]["median"] / times["ungrouped"]["median"]
-    print_times("step", times)
-    print(f"  ratio {ratio:.3f}; {checks}")
-    is_different = checks["loss_difference"] > TOLERANCE or checks["gradient_difference"] > TOLERANCE
-    return {"times": times, "ratio": ratio, "checks": checks, "is_different": is_different}
-
-
-def compare_gradients(model: VisionLanguageModel, grouped: Batch, singles: Sequence[Batch]) -> dict[str, float]:
-    """Relative differences of task losses and gradients between both ways, without dropout, in float32.
-
-    Each loss is its total over the batches divided by its count in the grouped batch.
-    """
-    model.eval()
-    losses, gradients = [], []
-    counts: dict[str, Tensor] = {}
-    for batches in ([grouped], singles):
-        model.zero_grad(set_to_none=True)
-        total = 0.0
-        for batch in batches:
-            output = model(dataclasses.replace(batch, detection_targets=None))
-            counts = counts or task_counts(output)  # the grouped batch comes first
-            loss = task_loss(output, counts)
-            loss.backward()
-            total += loss.item()
-        losses.append(total)
-        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    model.zero_grad(set_to_none=True)
-    ours, theirs = gradients
-    largest = max(gradient.abs().max().item() for gradient in ours.values())
-    difference = max((ours[name] - theirs[name]).abs().max().item() for name in ours)
-    return {
-        "loss": losses[0],
-        "loss_difference": abs(losses[0] - losses[1]) / max(abs(losses[0]), 1e-9),
-        "gradient_difference": difference / max(largest, 1e-30),
-    }
-
-
-def task_counts(output: ModelOutput) -> dict[str, Tensor]:
-    """The divisor of each task loss: its count, at least 1."""
-    return {name: loss.count.clamp(min=1) for name, loss in output.task.losses.items()}
-
-
-def task_loss(output: ModelOutput, counts: dict[str, Tensor]) -> Tensor:
-    """Sum of the task losses, each divided by the given count."""
-    return sum(loss.total / counts[name] for name, loss in output.task.losses.items())
-
-
-def sweep(
-    config: Any,
-    model: VisionLanguageModel,
-    batches: dict[int, Batch],
-    arguments: argparse.Namespace,
-    device: torch.device,
-) -> list[dict[str, Any]]:
-    """Seconds and peak memory of a step: without and with checkpointing, in fp32 and bf16, for each number of texts."""
-    model.train()
-    optimizer = build_optimizer(model, config.train)
-    cases = []
-    print("| texts per image | precision | checkpointing | s per step | peak GiB |\n|---:|---|---|---:|---:|")
-    for is_checkpointed, precision, texts in itertools.product((False, True), ("fp32", "bf16"), batches):
-        if is_checkpointed:  # the last half: it is never switched off again
-            model.recompute_activations()
-
-        def step(batch: Batch = batches[texts], is_bf16: bool = precision == "bf16") -> None:
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_bf16):
-                loss = sum(loss.mean for loss in model(batch).losses.values())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-        seconds, peak = with_peak_memory(lambda: take_turns({"step": step}, arguments, device), device)
-        row = {"texts_per_image": texts, "precision": precision, "activation_checkpointing": is_checkpointed}
-        cases.append({**row, **seconds["step"], "peak_gib": peak / 2**30})
-        print(f"| {texts} | {precision} | {is_checkpointed} | {seconds['step']['median']:.2f} | {peak / 2**30:.2f} |")
-    return cases
-
-
-def with_peak_memory(function: Callable[[], Any], device: torch.device) -> tuple[Any, int]:
-    """The result and the peak in bytes: on CPU the resident memory of the process, on CUDA the allocator's."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return function(), torch.cuda.max_memory_allocated(device)
-    process, finished, peak = psutil.Process(), threading.Event(), [0]
-
-    def watch() -> None:
-        while not finished.wait(0.005):
-            peak[0] = max(peak[0], process.memory_info().rss)
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        return function(), peak[0]
-    finally:
-        finished.set()
-        watcher.join()
-
-
-# Loading of images
-
-
-def measure_data(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Load an epoch of drawn scenes in one worker; no file of the run is written."""
-    with tempfile.TemporaryDirectory() as folder:
-        words = [f"output={folder}/run", f"data.root={folder}/data", "data.synthetic.scenes={train: 200}"]
-        config = resolve_config(load_config(arguments.config, words))
-        run = build_run(config)
-        sampler = GroupedBatchSampler(run.train_data.groups, config.train.images_per_batch)
-        loader = BatchLoader(run.train_data, sampler, run.collate, workers=1, keep_workers=True)
-        times = take_turns({"one worker": lambda: list(map(len, loader))}, arguments, device)
-        pixels = next(iter(loader)).images.pixels
-    rate = len(sampler) * len(pixels) / times["one worker"]["median"]
-    shape = f"{str(pixels.dtype).removeprefix('torch.')} {list(pixels.shape)}"
-    print(f"  {rate:.1f} images per second; a batch is {shape}, {pixels.nbytes / 1e6:.1f} MB")
-    return {"images_per_second": rate, "batch_bytes": pixels.nbytes}
-
-
-# Detectors
-
-
-def measure_detector(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Features of given boxes and training steps in float32, on random images and boxes."""
-    torch.manual_seed(0)
-    detectors = {name: one.to(device) for name, one in make_detectors(arguments.detector_config).items()}
-    detectors["builtin"].to(memory_format=torch.channels_last)  # as `train.channels_last` does
-    height, width = arguments.image_size
-    pixels = torch.randn(arguments.images, 3, height, width) * 50
-    sizes = torch.tensor([(height, width)] * arguments.images)
-    batch = ImageBatch(pixels, sizes, sizes, [f"image {row}" for row in range(arguments.images)]).to(device)
-    scale = torch.tensor([width, height, width, height], device=device)
-    boxes = {
-        number: [random_boxes(number).to(device) * scale for _ in range(arguments.images)] for number in arguments.boxes
-    }
-    cases, difference = {}, 0.0
-    for number, rows in boxes.items():
-        calls = {name: make_feature_call(detector, batch, rows) for name, detector in detectors.items()}
-        if len(calls) > 1:
-            ours, theirs = (call() for call in calls.values())
-            difference = max(difference, ((ours - theirs).abs().max() / theirs.abs().max()).item())
-        cases[f"features_{number}"] = take_turns(calls, arguments, device)
-    steps = {name: make_training_call(one, batch, boxes[arguments.boxes[0]]) for name, one in detectors.items()}
-    cases["train"] = take_turns(steps, arguments, device)  # last, because it changes the weights
-    ratios = {}
-    for name, times in cases.items():
-        print_times(name, times)
-        if len(times) > 1:
-            ours, theirs = (one["median"] for one in times.values())
-            ratios[name] = theirs / ours
-            print(f"  {name:14s} {'ratio':12s} {ratios[name]:8.3f}")
-    if len(detectors) == 1:
-        print("Detectron2 is not installed: only the built-in detector was measured.")
-    print(f"  largest difference of features: {difference:.2g}")
-    return {"cases": cases, "ratios": ratios, "feature_difference": difference, "is_different": difference > TOLERANCE}
+    return call
 
 
 def make_detectors(file: Path) -> dict[str, nn.Module]:
     """The built-in detector and another one with the same weights, if there is one."""
-    tree: dict[str, Any] = {
-        "_BASE_": str(file.resolve()),
-        "MODEL": {"ROI_HEADS": {"BATCH_SIZE_PER_IMAGE": SAMPLED_ROIS}},
-    }
+    sampled = {"ROI_HEADS": {"BATCH_SIZE_PER_IMAGE": SAMPLED_ROIS}}
+    tree: dict[str, Any] = {"_BASE_": str(file.resolve()), "MODEL": sampled}
     is_v2 = file.stem == TORCHVISION[1]
     if is_v2:  # torchvision trains all of it; of version 1 it trains from res3 on
         tree["MODEL"]["BACKBONE"] = {"FREEZE_AT": 0}
@@ -390,33 +461,6 @@ def make_detectors(file: Path) -> dict[str, nn.Module]:
     other = Detectron2Detector(Detectron2Detector.config_class.from_yaml(tree))
     other.load_state_dict(builtin.state_dict())
     return {"builtin": builtin, "detectron2": other}
-
-
-def make_feature_call(detector: nn.Module, batch: ImageBatch, boxes: list[Tensor]) -> Callable[[], Tensor]:
-    @torch.no_grad()
-    def call() -> Tensor:
-        detector.eval()
-        return torch.cat(detector(batch, boxes).features)
-
-    return call
-
-
-def make_training_call(detector: nn.Module, batch: ImageBatch, boxes: list[Tensor]) -> Callable[[], None]:
-    """Forward with detection losses and features of the boxes, backward of both, and a step of SGD."""
-    objects = [rows[:OBJECTS] for rows in boxes]
-    classes = [torch.arange(len(rows), device=rows.device) % detector.num_classes for rows in objects]
-    targets = DetectionTargets(objects, classes)
-    optimizer = torch.optim.SGD([p for p in detector.parameters() if p.requires_grad], lr=1e-6)
-
-    def call() -> None:
-        detector.train()
-        regions = detector(batch, boxes, targets)
-        loss = sum(loss.mean for loss in regions.losses.values()) + torch.cat(regions.features).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return call
 
 
 class TorchvisionDetector(nn.Module):
@@ -446,23 +490,111 @@ class TorchvisionDetector(nn.Module):
         return Regions(boxes, list(features.split(counts)), list(logits.split(counts)), losses=means)
 
 
-# Answers
+PLANS = {"detector": plan_detector, "train": plan_train, "evaluate": plan_evaluate, "ask": plan_ask, "data": plan_data}
 
 
-def measure_ask(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Seconds until a model is loaded, of its first answer and of further ones."""
-    started = time.perf_counter()
-    import e2e_vl
+class Roofline(TorchDispatchMode):
+    """Collects the FLOPs of each operation, and the bytes that it reads and writes."""
 
-    model = e2e_vl.load(arguments.run)
-    loaded = time.perf_counter()
-    model.ask(arguments.image, arguments.text)
-    seconds = {"load": loaded - started, "first": time.perf_counter() - loaded}
-    times = take_turns({"ask": lambda: model.ask(arguments.image, arguments.text)}, arguments, device)
-    mib = psutil.Process().memory_info().rss / 2**20
-    print(f"  load {seconds['load']:.2f} s, first answer {seconds['first']:.2f} s, {mib:.0f} MiB resident")
-    print_times("next", times)
-    return {"seconds": seconds, "times": times, "mib": mib}
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[float, float]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result, count = function(*args, **(kwargs or {})), flop_registry.get(function._overloadpacket)
+        if not function.is_view:
+            moved = sum(one.nbytes for one in tree_leaves((args, kwargs, result)) if isinstance(one, Tensor))
+            self.operations.append((count(*args, **(kwargs or {}), out_val=result) if count else 0, moved))
+        return result
+
+
+class Pass(NamedTuple):
+    """A forward and backward pass over a micro-batch, on one of several GPUs."""
+
+    examples: int
+    operations: list[tuple[float, float]]  # FLOPs and bytes of each
+    gib: float  # weights, gradients, AdamW's moments and saved activations, without work space
+
+    def seconds(self, tflops: float, gbytes: float) -> float:
+        """Seconds of an example where every operation takes as long as its FLOPs or its bytes do."""
+        return sum(max(one / tflops / 1e12, moved / gbytes / 1e9) for one, moved in self.operations) / self.examples
+
+
+def count_pass(config: RunConfig, boxes: int, words: int, gpus: int) -> Pass:
+    """In bf16, of photos of 640 x 480 pixels, without the task's head, detection losses and text corpora.
+
+    Args:
+        boxes, words: boxes of an image, and wordpieces of a sequence.
+    """
+    texts = max(config.train.images_per_batch // config.train.accumulate // gpus, 1)
+    pairs, choices = 1 + (config.task.name == "nlvr2"), 4 if config.task.name == "vcr" else 1
+    images, sequences, resize = texts * pairs, texts * choices, config.data.resize
+    size = ResizeRule(resize.short_edge[-1], resize.long_edge, resize.rounding).target_size(480, 640)
+    canvas = size if config.data.canvas is None else canvas_size([size], config.data.canvas)
+    sizes, index = torch.tensor([size] * images), torch.arange(images).view(texts, pairs)
+    with torch.device("meta"):  # nothing is computed
+        detector = build_detector(config)
+        encoder = build_encoder(config, 30522, detector.feature_dim)  # words of bert-base-uncased
+        ids, rows = torch.ones(sequences, words, dtype=torch.int64), torch.empty(boxes, 4)
+        given = torch.empty(images, boxes + 1, detector.feature_dim)
+        pixels, classes = torch.empty(images, 3, *canvas), torch.empty(boxes, dtype=torch.int64)
+    precomputed = PrecomputedFeatures(list(given[:, 1:]), given[:, 0])
+    batch = Batch(
+        *(ImageBatch(pixels, sizes, sizes, ["image"] * images, precomputed), [rows] * images),
+        TextBatch(ids, ids, ids.bool(), lengths=torch.full((sequences,), words)),
+        image_index=index.repeat_interleave(choices, dim=0),
+        region_labels=RegionLabels(classes=[classes] * images),
+    )
+    model = VisionLanguageModel(detector, encoder, nn.Identity(), freeze_detector=config.detector.freeze).train()
+    saved: dict[int, int] = {}  # bytes of each storage
+
+    def save(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    # tensors on "meta" have no values: every check is passed, the only number that is read is that of the boxes, and
+    # all boxes are pooled from the first level of a pyramid
+    values = mock.patch.multiple(Tensor, __bool__=lambda _: True, __int__=lambda _: boxes)
+    pool = mock.patch.object(
+        RoIPooler, "__call__", lambda self, maps, rois, step=1: self._pool(maps[0], rois, self.strides[0], step)
+    )
+    precision = mock.patch("torch.is_autocast_enabled", lambda *_: False)
+    with values, pool, precision, sdpa_kernel(SDPBackend.MATH), Roofline() as roofline:
+        if getattr(config.task.config, "teacher", "file") != "file":
+            with torch.no_grad():
+                model.detector(batch.images, batch.boxes)
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda one: one):
+            _, _, encoded = model.encode(batch)
+        (encoded.text.sum() + encoded.regions.sum()).backward()
+    weights = {one.untyped_storage()._cdata for one in model.parameters()}
+    activations = sum(size for storage, size in saved.items() if storage not in weights) / 2  # they are float32 here
+    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    fixed = sum(one.numel() for one in model.parameters()) - trained
+    operations = [(flops, moved / 2) for flops, moved in roofline.operations]
+    operations.append((0, 28 * trained / config.train.accumulate))  # AdamW reads four float32 numbers and writes three
+    return Pass(texts, operations, (18 * trained + 6 * fixed + activations) / 2**30)  # with copies in bf16
+
+
+def estimate(arguments: argparse.Namespace) -> Iterator[str]:
+    """Hours of each recipe, or of `--config`, on one GPU and on `--gpus` of them, as a Markdown table."""
+    table = read_yaml(ROOT / "configs" / "benchmark" / "epochs.yaml")
+    recipes = {ROOT / "configs" / name: recipe for name, recipe in table["recipes"].items()}
+    if arguments.examples is not None:
+        one = {"examples": arguments.examples, "boxes": (arguments.boxes or [36])[0], "words": arguments.words}
+        recipes = {arguments.config: one}
+    yield f"| | examples | GFLOP | GiB | {' | '.join(table['gpus'])} |\n|---|{'---:|' * (3 + len(table['gpus']))}"
+    for path, recipe in recipes.items():
+        words = ("data.root=unused", "data.boxes.train=gt", "detector.weights=null", "encoder.weights=null")
+        config = resolve_config(load_config(path, [*words, *arguments.overrides]))
+        found, cells = count_pass(config, recipe["boxes"], recipe["words"], arguments.gpus), []
+        for rates in table["gpus"].values():
+            hours = found.seconds(*rates) / table["share"] * recipe["examples"] * arguments.epochs / 3600
+            both = (hours, hours / arguments.gpus / table["scaling"])
+            cells.append(" / ".join(f"{one:.{1 + (one < 1)}f}" for one in both))
+        gflop = sum(flops for flops, _ in found.operations) / found.examples / 1e9
+        name = f"{path.parent.name}/{path.stem}"
+        yield f"| {name} | {recipe['examples']:,} | {gflop:.0f} | {found.gib:.1f} | {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":
