@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast, gather_object
 from tqdm.auto import tqdm
 
-from detector.errors import UserError
+from detector.errors import UserError, user_path
 from detector.io import write_json
 from detector.structures import Loss
 from e2e_vl.config import BoxSource, RunConfig
@@ -25,6 +25,7 @@ from e2e_vl.predictions import PhrasesOnly, Prediction, with_target, write_list
 from e2e_vl.run.build import Run, build_examples, warn_of_random_boxes
 from e2e_vl.run.checkpoint import load_model, load_saved_config
 from e2e_vl.run.launch import gather_to_main, make_accelerator, on_main
+from e2e_vl.synthetic import shortcuts
 from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.phrase_head import TAGS, add_grounded_phrases, grounding_metrics
 
@@ -72,13 +73,14 @@ class MetricName:
 
     @property
     def measures_model(self) -> bool:
-        """Whether it is neither a count nor the upper bound for the candidate boxes."""
-        return self.metric not in (*COUNTS, "ceiling")
+        """Whether it is neither a count nor a bound that the data set."""
+        return self.metric not in (*COUNTS, "ceiling", shortcuts.METRIC)
 
     @property
     def is_constant(self) -> bool:
-        """Whether training cannot change the value: a count, or the upper bound for given boxes."""
-        return self.is_count or (self.metric == "ceiling" and self.source is not BoxSource.ONLINE)
+        """Whether training cannot change the value: a count, a shortcut, or the upper bound for given boxes."""
+        is_given = self.metric == "ceiling" and self.source is not BoxSource.ONLINE
+        return is_given or self.metric in (*COUNTS, shortcuts.METRIC)
 
 
 def named_metrics(scores: Mapping[str, Any], split: str, boxes: BoxSource) -> dict[str, Any]:
@@ -218,6 +220,8 @@ def evaluate_split(
         scores["unreadable_images"] = len({image for one in unreadable for image in one.images})
     if losses is not None:
         scores |= losses.metrics(config)
+    if max_images is None:
+        scores |= shortcuts.best_shortcuts(user_path(config.data.root, "data.root"), config.data.name, split)
     return Evaluation(predictions, named_metrics(scores, split, boxes), unreadable)
 
 

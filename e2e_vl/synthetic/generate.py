@@ -4,6 +4,7 @@ Layout under the output folder:
 
     images/train2014/COCO_train2014_000000000001.jpg    all splits, as in the release
     <format>/                                           one folder per format, see its class in `WRITERS`
+    <format>/shortcuts.json                             what rules reach that do not read everything (shortcuts.py)
     synthetic.json                                      written last: settings, formats and statistics
 
 A scene depends only on the seed, its split and its index in the split. More training scenes do not change the
@@ -48,6 +49,7 @@ from e2e_vl.synthetic.lxmert import LxmertWriter
 from e2e_vl.synthetic.nlvr2 import PairWriter
 from e2e_vl.synthetic.phrases import EntitiesWriter, PhrasesWriter, VisualGenomeWriter
 from e2e_vl.synthetic.scenes import SceneGraph, draw_scene
+from e2e_vl.synthetic.shortcuts import write_shortcuts
 from e2e_vl.synthetic.vcr import VCRWriter
 from e2e_vl.synthetic.vqa import VQAWriter
 
@@ -152,7 +154,9 @@ def _add_formats(
 
     for name, writer in writers.items():
         (output / name).mkdir(exist_ok=True)
-        writer.write(output / name, [replace(scene, drawn=scene.drawn[name]) for scene in scenes])
+        own = [replace(scene, drawn=scene.drawn[name]) for scene in scenes]
+        writer.write(output / name, own)
+        write_shortcuts(output / name, own, recipe)
     every = added.union(finished["formats"] if finished else ())
     stamp = {**start, "formats": [name for name in WRITERS if name in every], "statistics": _statistics(scenes)}
     unfinished.write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")

@@ -9,14 +9,14 @@ by two in the same way; training from pixels needs them, because the detector's 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from e2e_vl.synthetic.base import FormatWriter, SceneRecord, by_split, link_image
+from e2e_vl.synthetic.base import FormatWriter, Recipe, SceneRecord, by_split, link_image
 from e2e_vl.synthetic.coco import write_instances
 from e2e_vl.synthetic.config import PAIR_FAMILIES
 from e2e_vl.synthetic.language import NUMBERS, Description, Values, all_descriptions, is_true_of, noun_phrase
@@ -28,6 +28,7 @@ _ATTEMPTS = 200
 _SLOTS = (("shape",), ("colour",), ("colour", "shape"))
 
 _Pair = tuple[SceneRecord, SceneRecord]
+_Set = tuple[list[_Pair], list["PairSentence"], list[list[bool]]]  # see `draw_set`
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def draw_set(
     rng: np.random.Generator,
     sentences: int = 2,
     families: Sequence[str] = PAIR_FAMILIES,
-) -> tuple[list[_Pair], list[PairSentence], list[list[bool]]] | None:
+) -> _Set | None:
     """Four pairs, at most `sentences` sentences, and their labels [pair][sentence].
 
     None if no two sentences are found that are balanced over four of the drawn pairs.
@@ -136,6 +137,16 @@ def _more_sentences(
     return found
 
 
+def draw_sets(split: str, scenes: Sequence[SceneRecord], recipe: Recipe) -> Iterator[tuple[int, _Set]]:
+    """The sets of a split and their numbers."""
+    language = recipe.language
+    for number in range(max(len(scenes) // 2, 1)):
+        rng = recipe.generator(split, number, "nlvr2")
+        made = draw_set(scenes, recipe.scene.values, rng, language.sentences_per_pair, language.pair_families)
+        if made is not None:
+            yield number, made
+
+
 class PairWriter(FormatWriter):
     """Writes `data/<split>.json` (a line each), `images/<split>/...` under the names of the release, and
     `instances_<split>.json`, where each image of a pair is an image of its own.
@@ -165,16 +176,7 @@ class PairWriter(FormatWriter):
     ) -> tuple[list[dict[str, Any]], dict[Path, SceneRecord]]:
         """The lines of a split, and the scene of each image file."""
         examples, images = [], {}
-        for number in range(max(len(scenes) // 2, 1)):
-            made = draw_set(
-                scenes,
-                self.recipe.scene.values,
-                self.recipe.generator(split, number, "nlvr2"),
-                self.recipe.language.sentences_per_pair,
-                self.recipe.language.pair_families,
-            )
-            if made is None:
-                continue
+        for number, made in draw_sets(split, scenes, self.recipe):
             directory = number % _DIRECTORIES
             for row, (pair, labels) in enumerate(zip(made[0], made[2], strict=True)):
                 place = Path(split) / str(directory) if split == "train" else Path(split)

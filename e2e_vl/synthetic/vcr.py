@@ -5,13 +5,14 @@
     vcr1images/drawn_<split>/<split>_000001@0.json   boxes, outlines and class names of its objects
 
 Sentences name objects by number, and what is asked about an object is its colour, which neither its class nor its box
-tells: the image is needed. Wrong choices name colours or objects of the same scene: the question is needed too.
+tells: the image is needed. Whose colour is asked is drawn only after the choices, from three or four colours among them
+(see `_ask`): the question is needed too, and choices never name the object that is asked about.
 
 A line's `family` is ours, the other keys are VCR's:
 
-    colour   What colour is [2] ?              It is red .                         It has the colour of [0] .
-    match    Which has the colour of [2] ?     [0] .                               Both are red .
-    pair     What colours are [2, 1] ?         [2] is red and [1] is blue .        [2] has the colour of [0] .
+    colour   What colour is [2] ?              It is red .              It has the colour of [0] .
+    match    Which has the colour of [2] ?     [0] .                    It is red .
+    pair     What colours are [2, 1] ?         They are red and blue .  The first has a colour of its own .
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ _LABELS = (  # keys that lines of the unlabelled split do not have
 )
 
 Sentence = list[Any]  # words, and lists of objects
-_Asked = tuple[Sentence, list[Sentence], list[Sentence]]  # question; answers and rationales, the right ones first
+_Choices = tuple[list[Sentence], int]  # and the row of the right one
+_Asked = tuple[Sentence, _Choices, _Choices]  # question, answers, rationales
 _Question = dict[str, Any]
 
 
@@ -67,16 +69,15 @@ class VCRWriter(FormatWriter):
             if len(found) == _MAX_QUESTIONS:
                 break
             family = families[attempt % len(families)]
-            one = int(rng.integers(len(colours)))
-            asked = _ask(family, colours, one, rng)
+            asked = _ask(family, colours, rng)
             if asked is None or json.dumps(asked[0]) in found:
                 continue
             question, answers, rationales = asked
             record: _Question = {"family": family, "question": question}
-            for kind, choices in (("answer", answers), ("rationale", rationales)):
-                order = rng.permutation(CHOICES)
+            for kind, (choices, right) in (("answer", answers), ("rationale", rationales)):
+                order = rng.permutation(CHOICES).tolist()
                 record[f"{kind}_choices"] = [choices[index] for index in order]
-                record[f"{kind}_label"] = int(np.argmin(order))
+                record[f"{kind}_label"] = order.index(right)
             found[json.dumps(question)] = record
         return list(found.values())
 
@@ -96,46 +97,49 @@ class VCRWriter(FormatWriter):
             (folder / f"{split}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
-def _ask(family: str, colours: Sequence[str], one: int, rng: np.random.Generator) -> _Asked | None:
-    """Make a question about an object; None if too few objects have its colour or another one."""
-    first = colours[one]
-    same = [index for index, colour in enumerate(colours) if colour == first and index != one]
-    others = [index for index, colour in enumerate(colours) if colour != first]
-    wrong = _wrong_colours(colours, first, rng) if family == "colour" else []
-    if not same or len(others) < CHOICES - 1:
+def _ask(family: str, colours: Sequence[str], rng: np.random.Generator) -> _Asked | None:
+    """Make a question about one or two objects; None if the scene has too few colours that several objects share.
+
+    Three objects of different colours are named before the asked colour is drawn: that of a named object and others, or
+    one of a single object, for which no named object is right. So the image and the choices alone leave three or four
+    that are equally likely.
+    """
+    places = {colour: [i for i, own in enumerate(colours) if own == colour] for colour in _shuffled(COLOURS, rng)}
+    shared = [colour for colour, own in places.items() if len(own) > 1][: CHOICES - 1]
+    single = [colour for colour, own in places.items() if len(own) == 1]
+    fillers, rest = single[: CHOICES - 1 - len(shared)], single[CHOICES - 1 - len(shared) :][:1]
+    possible = [*shared, *rest]
+    if len(possible) < CHOICES - 1:
         return None
-    two = _any(others, rng) if family == "pair" else None
-    if family == "pair":
-        wrong = [colour for colour in _wrong_colours(colours, first, rng) if colour != colours[two]]
-    objects = [_any(same, rng), *_some(others, CHOICES - 1, rng)]
-    if family == "colour":
-        answers = [["It", "is", colour, "."] for colour in (first, *wrong)]
-        rationales = [["It", "has", "the", "colour", "of", [o], "."] for o in objects]
-        return ["What", "colour", "is", [one], "?"], answers, rationales
+    row = int(rng.integers(len(possible)))
+    asked = possible[row]
+    one = _any(places[asked], rng)
+    named = [_any([i for i in places[colour] if i != one], rng) for colour in (*shared, *fillers)]
+    absent = [colour for colour, own in places.items() if not own]
+    words = [["It", "is", colour, "."] for colour in [*possible, *fillers, *absent][:CHOICES]], row
+    right = row if asked in shared else CHOICES - 1
     if family == "match":
-        wrong = _wrong_colours(colours, first, rng)
-        rationales = [["Both", "are", colour, "."] for colour in (first, *wrong)]
-        return ["Which", "has", "the", "colour", "of", [one], "?"], [[[o], "."] for o in objects], rationales
-    # neither half of an answer reveals it
-    said = [(a, b) for a in (first, wrong[0]) for b in (colours[two], wrong[1])]
-    answers = [[[one], "is", a, "and", [two], "is", b, "."] for a, b in said]
-    rationales = [[[one], "has", "the", "colour", "of", [o], "."] for o in objects]
-    return ["What", "colours", "are", [one, two], "?"], answers, rationales
-
-
-def _wrong_colours(colours: Sequence[str], right: str, rng: np.random.Generator) -> list[str]:
-    """Three other colours, preferably in the scene, so that a colour's presence does not reveal the answer."""
-    present = [colour for colour in COLOURS if colour in colours and colour != right]
-    absent = [colour for colour in COLOURS if colour not in colours]
-    return [*_some(present, len(present), rng), *_some(absent, len(absent), rng)][: CHOICES - 1]
+        answers = [*([[i], "."] for i in named), ["None", "."]]
+        return ["Which", "has", "the", "colour", "of", [one], "?"], (answers, right), words
+    subject = ["It"] if family == "colour" else ["The", "first"]
+    reasons = [[*subject, "has", "the", "colour", "of", [i], "."] for i in named]
+    rationales = [*reasons, [*subject, "has", "a", "colour", "of", "its", "own", "."]], right
+    if family == "colour":
+        return ["What", "colour", "is", [one], "?"], words, rationales
+    other = _any([colour for colour in possible if colour != asked], rng)
+    seconds = _shuffled([colour for colour, own in places.items() if own and colour not in (asked, other)], rng)[:2]
+    if len(seconds) < 2:
+        return None
+    answers = [["They", "are", first, "and", second, "."] for first in (asked, other) for second in seconds]
+    return ["What", "colours", "are", [one, _any(places[seconds[0]], rng)], "?"], (answers, 0), rationales
 
 
 def _any(values: Sequence[Any], rng: np.random.Generator) -> Any:
     return values[int(rng.integers(len(values)))]
 
 
-def _some(values: Sequence[Any], number: int, rng: np.random.Generator) -> list[Any]:
-    return [values[int(index)] for index in rng.permutation(len(values))[:number]]
+def _shuffled(values: Sequence[Any], rng: np.random.Generator) -> list[Any]:
+    return [values[int(index)] for index in rng.permutation(len(values))]
 
 
 def as_read_aloud(sentence: Sentence) -> str:

@@ -11,9 +11,10 @@ trained on objects and attributes (configs/pairs/detector.yaml, OUTPUT/detector)
     joint        the task trains detector and encoder; RefCOCO+, VQA and NLVR2 with several seeds
     frozen       the detector is frozen
     image_blind  data.blank_image=true: every pixel is the mean colour; boxes that reveal the answer are left out
-    text_blind   data.blank_text=true: every text is empty
+    text_blind   data.blank_text=true: every text is empty; VCR: task.config.blank_question=true, without the question
 
-The table also has the accuracy of guessing, see `chance_accuracy`. Writes OUTPUT/pairs.json and pairs.md with all
+The table also has the accuracy of guessing, see `chance_accuracy`, and of the best rule that does not read everything
+(e2e_vl/synthetic/shortcuts.py). Writes OUTPUT/pairs.json and pairs.md with all
 finished cells, also after a failure. Finished cells are not repeated and interrupted ones are continued: repeat the
 command until all are done.
 """
@@ -49,6 +50,7 @@ from e2e_vl.samples import (
     ReferredBox,
     SampleText,
 )
+from e2e_vl.synthetic.shortcuts import best_shortcuts
 from e2e_vl.text import basic_tokenize
 
 MIN_IOU = 0.5
@@ -70,6 +72,7 @@ VARIANTS = {  # name -> heading and settings
     "image_blind": ("without the image", ("data.blank_image=true", "detector.freeze=true")),
     "text_blind": ("without the text", ("data.blank_text=true",)),
 }
+BLANK_QUESTION = ("task.config.blank_question=true",)  # without the choices as well, VCR would be guessing
 SKIPPED = {("pretraining", "text_blind")}  # pre-training predicts words of the text
 SEEDED = ("refcoco", "vqa", "nlvr2")  # tasks with several seeds
 SIZES = ("hidden_size", "num_attention_heads", "intermediate_size")  # settings of every encoder
@@ -154,7 +157,8 @@ def make_jobs(
             config = load_config(folder / f"{cell.task}.yaml", overrides)
             configs[pair] = with_encoder(config, cell.encoder, entry, cell.task)
             save_config(configs[pair], written / f"{name}.yaml")
-        overrides, after = [f"seed={cell.seed}", *VARIANTS[cell.variant][1]], ()
+        changes = BLANK_QUESTION if (cell.task, cell.variant) == ("vcr", "text_blind") else VARIANTS[cell.variant][1]
+        overrides, after = [f"seed={cell.seed}", *changes], ()
         if cell.variant == "image_blind" and configs[pair].data.boxes.train != BoxSource.ONLINE:
             overrides.append("detector.loss_weight=0")  # there is nothing to detect
         start = configs[pair].detector.weights
@@ -192,6 +196,8 @@ def collect(
         split = config.data.eval_splits[0]
         if cell.task not in table:
             table[cell.task] = {"split": split, "chance": chance_accuracy(config, split), "encoders": {}}
+            rules = best_shortcuts(Path(config.data.root), config.data.name, split)
+            table[cell.task]["shortcut"] = next((rules[rule] for rule in rules if rule.count("/") == 1), None)
         variants = table[cell.task]["encoders"].setdefault(cell.encoder, {})
         entry = variants.setdefault(cell.variant, {"seeds": [], "values": [], "minutes": []})
         entry["seeds"].append(cell.seed)
@@ -212,12 +218,13 @@ def as_markdown(table: Mapping[str, Mapping[str, Any]]) -> list[str]:
             rows[f"{TASKS[task][0]}, {encoder}"] = [
                 *cells[:1],
                 f"{results['chance']:.3f}",
+                "–" if results["shortcut"] is None else f"{results['shortcut']:.3f}",
                 *cells[1:],
                 str(steps),
                 f"{minutes:.0f}",
             ]
     headings = [heading for heading, _ in VARIANTS.values()]
-    columns = [headings[0], "chance", *headings[1:], "steps", "minutes"]
+    columns = [headings[0], "chance", "best shortcut", *headings[1:], "steps", "minutes"]
     note = (
         "Accuracy on unseen drawn scenes with annotated boxes; ± is the standard deviation over several seeds; minutes "
         "are the training time of the whole row."

@@ -37,7 +37,7 @@ def test_only_joint_runs_of_the_seeded_tasks_have_several_seeds():
 
 def test_every_cell_is_a_run_of_its_task_with_its_encoder(tmp_path):
     cells = tool.plan(list(ENCODERS), list(tool.TASKS), ["joint"], [0])
-    cells += tool.plan(["vl_bert"], ["refcoco"], list(tool.VARIANTS)[1:], [0])
+    cells += tool.plan(["vl_bert"], ["refcoco", "vcr"], list(tool.VARIANTS)[1:], [0])
     jobs, configs = tool.make_jobs(cells, ENCODERS, tmp_path, tool.CONFIGS, ["train.log_every=7"])
     assert set(jobs) - {tool.DETECTOR} == {cell.name for cell in cells}
     for cell in cells:
@@ -45,6 +45,8 @@ def test_every_cell_is_a_run_of_its_task_with_its_encoder(tmp_path):
         assert (config.task.name, config.encoder.name) == (cell.task, cell.encoder)
         assert config.train.log_every == 7
         own = {"joint": "", "frozen": "freeze", "image_blind": "blank_image freeze", "text_blind": "blank_text"}
+        if cell.task == "vcr":
+            own["text_blind"] = "blank_question"
         changed = [line.split(":")[0].split(".")[-1] for line in differences(configs[cell.task, cell.encoder], config)]
         also = {"seed", "output", "loss_weight", "weights", "resize"}
         assert set(changed) - also == set(own[cell.variant].split())
@@ -73,13 +75,21 @@ def test_the_table_has_means_and_what_is_finished(tmp_path, monkeypatch):
         run.mkdir()
         metrics = {"val/accuracy_gt_boxes": value, "steps": 6, "seconds_training": 30}
         (run / "metrics.json").write_text(json.dumps(metrics))
+    monkeypatch.setattr(tool, "best_shortcuts", lambda *_: {"best_shortcut/a/guess": 0.5, "best_shortcut/guess": 0.3})
     table = tool.collect(cells, jobs, configs)
     joint = table["vqa"]["encoders"]["lxmert"]["joint"]
     assert joint["seeds"] == [0, 1] and joint["mean"] == pytest.approx(0.75) and joint["steps"] == 6
     lines = tool.as_markdown(table)
-    columns = ["detector trained", "chance", "detector frozen", "without the image", "without the text"]
-    assert lines[0].startswith(f"| | {' | '.join(columns)} |")
-    assert "| VQA, lxmert | 0.750 ± 0.071 | 0.250 | – | 0.100 | – | 6 | 2 |" in lines
+    columns = [
+        "detector trained",
+        "chance",
+        "best shortcut",
+        "detector frozen",
+        "without the image",
+        "without the text",
+    ]
+    assert lines[0].startswith(f"| | {' | '.join(columns)} | without the text |")
+    assert "| VQA, lxmert | 0.750 ± 0.071 | 0.250 | 0.300 | – | 0.100 | – | 6 | 2 |" in lines
 
 
 def test_two_real_cells(tiny_words, tmp_path, monkeypatch, capsys):

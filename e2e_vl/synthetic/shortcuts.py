@@ -1,0 +1,175 @@
+"""Shortcuts: rules that do not read all of a drawn example. A model that reads does better than the best of them.
+
+`shortcuts.json` in the folder of a format: split -> rule -> accuracy. A rule about one family, or VCR's rationales,
+begins with that and a slash. What is usual is counted in one half of the scenes and tried on the other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from detector.io import read_json
+from e2e_vl.synthetic.base import Recipe, SceneRecord, by_split, write_compact
+from e2e_vl.synthetic.config import COLOURS, SHAPES, SIZES, TEXTURES
+from e2e_vl.synthetic.language import Description, is_true_of, pluralised
+from e2e_vl.synthetic.nlvr2 import draw_sets
+from e2e_vl.synthetic.vqa import vqa_scores
+
+METRIC = "best_shortcut"
+FILE = "shortcuts.json"
+_FOLDERS = {"refcoco": "refcoco+"}  # of data sets whose format has another name
+_Tries = Iterator[tuple[str, float]]  # a rule and its accuracy on one example
+
+
+def write_shortcuts(folder: Path, scenes: Sequence[SceneRecord], recipe: Recipe) -> None:
+    """Measure the rules of the format that the folder is named after, if it has any."""
+    if folder.name not in _RULES:
+        return
+    measured: dict[str, dict[str, float]] = {}
+    for split, part in by_split(scenes).items():
+        tries: dict[str, list[float]] = defaultdict(list)
+        for rule, score in _RULES[folder.name](part, recipe):
+            tries[rule].append(score)
+        measured[split] = {rule: round(float(np.mean(scores)), 4) for rule, scores in tries.items()}
+    write_compact(folder / FILE, measured)
+
+
+def best_shortcuts(root: Path, data: str, split: str) -> dict[str, float]:
+    """The best rule of all examples and of each family, "best_shortcut/<rule>" -> accuracy; empty if not drawn.
+
+    Args:
+        root: folder of the data.
+        data: name of the data set.
+        split: name of the split, perhaps with an ending, as in GQA's "val_balanced".
+    """
+    path = root / _FOLDERS.get(data, data) / FILE
+    measured = read_json(path) if path.is_file() else {}
+    rules = measured.get(split) or measured.get(split.split("_")[0], {})
+    best = {rule.rpartition("/")[0]: rule for rule in sorted(rules, key=rules.__getitem__)}
+    return {f"{METRIC}/{rule}": rules[rule] for rule in best.values()}
+
+
+def _fitting(description: Description, scene: SceneRecord) -> list[int]:
+    return [index for index, item in enumerate(scene.objects) if is_true_of(description, item.appearance)]
+
+
+def _referring(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Tries:
+    for scene in scenes:
+        boxes = np.array([item.box for item in scene.objects])
+        areas, centres = boxes[:, 2:].prod(axis=1), boxes[:, :2] + boxes[:, 2:] / 2
+        for reference in scene.references:
+            said, target = reference.expression, reference.target
+            landmark = [] if said.anchor is None else _fitting(said.anchor, scene)
+            fits = [i for i in _fitting(said.description, scene) if i not in landmark]
+            rules = {
+                "largest object": float(target == areas.argmax()),
+                "any that fits the first phrase": 1 / len(fits),
+                "largest that fits the first phrase": float(target == max(fits, key=areas.__getitem__)),
+                "nearest to the landmark": 1 / len(fits),
+            }
+            if landmark:
+                far = np.linalg.norm(centres - centres[landmark[0]], axis=1)
+                rules["nearest to the landmark"] = float(target == min(fits, key=far.__getitem__))
+            families = ("", f"{said.family}/") if said.operator else ("",)  # the first phrase can be all that is said
+            yield from ((family + rule, score) for rule, score in rules.items() for family in families)
+
+
+def _usual(examples: Sequence[tuple[int, Sequence[str], Mapping[str, float]]]) -> Iterator[float]:
+    """The scores of the usual answers to (number of the scene, keys, scores of answers), by the first known key."""
+    halves: tuple[dict[str, Counter[str]], ...] = defaultdict(Counter), defaultdict(Counter)
+    for number, keys, scores in examples:
+        for key in keys:
+            halves[number % 2][key].update(scores)
+    for number, keys, scores in examples:
+        other = halves[1 - number % 2]
+        counts = next((other[key] for key in keys if key in other), Counter())
+        yield max((scores.get(answer, 0.0) for answer, _ in counts.most_common(1)), default=0.0)
+
+
+def _answering(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Tries:
+    asked = []  # scene, question, its kind, values to choose from, scores of answers
+    for scene in scenes:
+        if isinstance(scene.drawn, list):
+            values = {"colour": COLOURS, "shape": SHAPES}
+            asked += [
+                (scene, one["question"], one["kind"], values.get(one["kind"], ()), vqa_scores(one["answers"]))
+                for one in scene.drawn
+            ]
+        else:
+            asked += [
+                (scene, one["question"], one["types"]["detailed"], one["choices"], {one["answer"]: 1.0})
+                for one in scene.drawn["questions"]
+                if one["isBalanced"]
+            ]
+    by_kind = list(_usual([(scene.number, [kind], scores) for scene, _, kind, _, scores in asked]))
+    by_words = _usual([(scene.number, [words, kind], scores) for scene, words, kind, _, scores in asked])
+    for (scene, _, _, values, scores), usual, of_words in zip(asked, by_kind, by_words, strict=True):
+        shown = Counter(value for item in scene.objects for value in vars(item.appearance).values())
+        seen = [value for value in values if shown[value]]
+        yield "usual answer to this kind of question", usual
+        yield "usual answer to these words", of_words
+        yield "most frequent value in the image", scores.get(max(seen, key=shown.get), 0.0) if seen else usual
+
+
+def _judging(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Tries:
+    sentences = []
+    for number, (pairs, said, labels) in draw_sets(scenes[0].split, scenes, recipe):
+        for column, sentence in enumerate(said):
+            counts = [len(_fitting(sentence.description, other)) for other in scenes[:20]]  # imagined on the right
+            for (left, _), row in zip(pairs, labels, strict=True):
+                here = len(_fitting(sentence.description, left))
+                likely = np.mean([sentence.predicate(here, there) for there in counts]) > 0.5
+                yield "left image alone", float(likely == row[column])
+                sentences.append((number, [sentence.words, sentence.family], {str(row[column]): 1.0}))
+    yield from (("usual label of the sentence", score) for score in _usual(sentences))
+
+
+def _choosing(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Tries:
+    for scene in scenes:
+        looks = [item.appearance for item in scene.objects]
+        counts = Counter(look.colour for look in looks)
+        for question in scene.drawn:
+            asked = next(token for token in question["question"] if isinstance(token, list))[0]
+            for kind, family in (("answer", ""), ("rationale", "rationale/")):
+                choices, label = question[f"{kind}_choices"], question[f"{kind}_label"]
+                named = [[looks[token[0]] for token in choice if isinstance(token, list)] for choice in choices]
+                said = [[word for word in choice if word in COLOURS] for choice in choices]
+                colours = [[*own, *(one.colour for one in ones)] for own, ones in zip(said, named, strict=True)]
+                rules = {
+                    "first choice": [1, 0, 0, 0],
+                    "longest choice": [len(choice) for choice in choices],
+                    "most frequent colour in the image": [sum(counts[one] for one in own) for own in colours],
+                    "colour of several objects": [sum(counts[one] > 1 for one in own) for own in colours],
+                    "object of the same shape": [any(one.shape == looks[asked].shape for one in own) for own in named],
+                }
+                for rule, scores in rules.items():
+                    yield family + rule, (scores[label] == max(scores)) / scores.count(max(scores))
+
+
+def _grounding(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Tries:
+    nouns = {form: shape for shape in SHAPES for form in (shape, pluralised(shape))}
+    for scene in scenes:
+        looks = [set(vars(item.appearance).values()) for item in scene.objects]
+        for phrase in (part for caption in scene.drawn for part in caption if not isinstance(part, str)):
+            words = phrase.words.split() if phrase.objects else ()
+            for name, said in (
+                ("noun", {nouns[word] for word in words if word in nouns}),
+                ("adjectives", {*COLOURS, *TEXTURES, *SIZES}.intersection(words)),
+            ):
+                fits = [index in phrase.objects for index, own in enumerate(looks) if said <= own]
+                if phrase.objects:
+                    yield f"any that fits the {name}", sum(fits) / len(fits)
+
+
+_RULES = {
+    "refcoco+": _referring,
+    "vqa": _answering,
+    "gqa": _answering,
+    "nlvr2": _judging,
+    "vcr": _choosing,
+    "flickr30k": _grounding,
+}

@@ -1,0 +1,64 @@
+"""No rule that leaves out a part of a drawn example does well, and the best ones are found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from e2e_vl.synthetic.config import LanguageConfig
+from e2e_vl.synthetic.generate import make_scenes
+from e2e_vl.synthetic.shortcuts import FILE, best_shortcuts
+
+BOUNDS = {  # format -> rule -> most that it may reach, also in each family
+    "vcr": {
+        "first choice": 0.3,
+        "longest choice": 0.3,
+        "most frequent colour in the image": 0.35,
+        "colour of several objects": 0.35,
+        "object of the same shape": 0.35,
+    },
+    "vqa": {
+        "usual answer to this kind of question": 0.42,
+        "usual answer to these words": 0.42,
+        "most frequent value in the image": 0.56,
+    },
+    "gqa": {
+        "usual answer to this kind of question": 0.45,
+        "usual answer to these words": 0.45,
+        "most frequent value in the image": 0.6,
+    },
+    "nlvr2": {"left image alone": 0.7, "usual label of the sentence": 0.55},
+    "flickr30k": {"any that fits the noun": 0.58, "any that fits the adjectives": 0.75},
+    "refcoco+": {
+        "largest object": 0.25,
+        "any that fits the first phrase": 0.6,
+        "largest that fits the first phrase": 0.65,
+        "nearest to the landmark": 0.87,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("shortcuts") / "data"
+    language = LanguageConfig(family_mix={"attribute": 0.2, "superlative": 0.1, "comparison": 0.2, "relation": 0.5})
+    make_scenes(path, scenes={"val": 250}, seed=3, language=language, formats=[*BOUNDS])
+    return path
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_no_rule_does_well(folder, name):
+    found = json.loads((folder / name / FILE).read_text())["val"]
+    assert {rule.rpartition("/")[2] for rule in found} == set(BOUNDS[name])
+    assert {rule: value for rule, value in found.items() if value > BOUNDS[name][rule.rpartition("/")[2]]} == {}
+
+
+def test_the_best_rule_of_all_and_of_each_family(tmp_path):
+    (tmp_path / "refcoco+").mkdir()
+    rules = {"near": 0.3, "big": 0.4, "relation/near": 0.6, "relation/big": 0.5}
+    (tmp_path / "refcoco+" / FILE).write_text(json.dumps({"val": rules}))
+    expected = {"best_shortcut/big": 0.4, "best_shortcut/relation/near": 0.6}
+    assert best_shortcuts(tmp_path, "refcoco", "val") == best_shortcuts(tmp_path, "refcoco", "val_all") == expected
+    assert best_shortcuts(tmp_path, "refcoco", "test") == best_shortcuts(tmp_path, "coco", "val") == {}
