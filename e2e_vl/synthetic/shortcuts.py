@@ -70,10 +70,12 @@ def _referring(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Tries:
                 "any that fits the first phrase": 1 / len(fits),
                 "largest that fits the first phrase": float(target == max(fits, key=areas.__getitem__)),
                 "nearest to the landmark": 1 / len(fits),
+                "farthest from the landmark": 1 / len(fits),
             }
             if landmark:
                 far = np.linalg.norm(centres - centres[landmark[0]], axis=1)
                 rules["nearest to the landmark"] = float(target == min(fits, key=far.__getitem__))
+                rules["farthest from the landmark"] = float(target == max(fits, key=far.__getitem__))
             families = ("", f"{said.family}/") if said.operator else ("",)  # the first phrase can be all that is said
             yield from ((family + rule, score) for rule, score in rules.items() for family in families)
 

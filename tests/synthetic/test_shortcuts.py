@@ -29,13 +29,14 @@ BOUNDS = {  # format -> rule -> most that it may reach, also in each family
         "usual answer to these words": 0.45,
         "most frequent value in the image": 0.6,
     },
-    "nlvr2": {"left image alone": 0.7, "usual label of the sentence": 0.55},
+    "nlvr2": {"left image alone": 0.75, "usual label of the sentence": 0.55},
     "flickr30k": {"any that fits the noun": 0.58, "any that fits the adjectives": 0.75},
     "refcoco+": {
         "largest object": 0.25,
         "any that fits the first phrase": 0.6,
         "largest that fits the first phrase": 0.65,
-        "nearest to the landmark": 0.87,
+        "nearest to the landmark": 0.62,
+        "farthest from the landmark": 0.62,
     },
 }
 
@@ -44,7 +45,7 @@ BOUNDS = {  # format -> rule -> most that it may reach, also in each family
 def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("shortcuts") / "data"
     language = LanguageConfig(family_mix={"attribute": 0.2, "superlative": 0.1, "comparison": 0.2, "relation": 0.5})
-    make_scenes(path, scenes={"val": 250}, seed=3, language=language, formats=[*BOUNDS])
+    make_scenes(path, scenes={"val": 160}, seed=3, language=language, formats=[*BOUNDS])
     return path
 
 
