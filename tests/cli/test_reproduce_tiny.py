@@ -21,6 +21,7 @@ from e2e_vl.cli.reproduce import PAPERS, Chain, read_paper
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.run.build import build_detector, read_training_texts
 from e2e_vl.run.train import train
+from e2e_vl.synthetic import lxmert
 from e2e_vl.synthetic.conceptual import FEATURE_DIM
 from e2e_vl.synthetic.generate import make_scenes
 from e2e_vl.text import build_vocabulary, load_tokenizer
@@ -40,13 +41,36 @@ LINKS = {  # path in DATA -> file or folder of the drawn data
         f"vqa/v2_mscoco_{name}_annotations.json": f"vqa/v2_mscoco_{split}_annotations.json"
         for name, split in (("train2014", "train"), ("val2014", "val"))
     },
+    **{
+        f"lxmert/{name}.json": f"lxmert/{split}.json"
+        for name, split in (("mscoco_train", "train"), ("mscoco_nominival", "val"), ("mscoco_minival", "val"))
+    },
+    **{
+        f"{task}/{name}.json": f"lxmert/{split}_{questions}.json"
+        for task, questions, names in (
+            ("vqa", "vqa", {"train": "train", "nominival": "val", "minival": "val", "test": "test"}),
+            ("gqa", "vqa", {"train": "test", "valid": "train", "testdev": "val", "submit": "test"}),
+            ("nlvr2", "nlvr2", {"train": "train", "valid": "val", "test": "test"}),
+        )
+        for name, split in names.items()
+    },
+    **{f"{task}/trainval_label2ans.json": "lxmert/trainval_label2ans.json" for task in ("vqa", "gqa")},
+    **{
+        f"{folder}/{name}_obj36.tsv": f"lxmert/{split}_obj36.tsv"
+        for folder, names in (
+            ("mscoco_imgfeat", {"train2014": "train", "val2014": "val", "test2015": "test"}),
+            ("vg_gqa_imgfeat", {"vg_gqa": "test", "gqa_testdev": "val"}),
+            ("nlvr2_imgfeat", {"train": "train", "valid": "val", "test": "test"}),
+        )
+        for name, split in names.items()
+    },
 }
 BERT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
 DETECTORS = {  # path of published weights in DATA -> a run with that detector
     "pretrained/resnet101-pt-vgbua-0000.model": "configs/refcoco/vl_bert_base.yaml"
 }
 BERTS = ("bert-base-uncased", "bert-large-uncased")
-RESNETS = {"DEPTH": 18, "STEM_OUT_CHANNELS": 8, "RES2_OUT_CHANNELS": FEATURE_DIM // 8, "WIDTH_PER_GROUP": 8}
+RESNETS = {"DEPTH": 18, "STEM_OUT_CHANNELS": 8, "WIDTH_PER_GROUP": 8}
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
@@ -59,6 +83,8 @@ def data(tmp_path_factory) -> Path:
     for name, drawn in LINKS.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).symlink_to(folder / drawn)
+    others = (folder / "lxmert" / "test.json").read_text().replace('"vqa"', '"visual7w"')
+    (folder / "lxmert" / "vgnococo.json").write_text(others)
     (folder / "vqa" / "answers_vqa.txt").write_text("<unk>\nyes\nno\nred\n")
     regions = folder / "vgbua_res101_precomputed"
     for name in ("trainval2014", "test2015"):
@@ -96,7 +122,8 @@ def shrunk(config: RunConfig, data: Path) -> RunConfig:
     }
     if "masked_regions" in task.get("objectives", {}):
         task["objectives"]["masked_regions"]["classes"] = 7  # of drawn detections
-    model = config.detector.overrides.get("MODEL", {}) | {"RESNETS": RESNETS}
+    width = (lxmert.FEATURE_DIM if config.encoder.name == "lxmert" else FEATURE_DIM) // 8
+    model = config.detector.overrides.get("MODEL", {}) | {"RESNETS": RESNETS | {"RES2_OUT_CHANNELS": width}}
     return replaced(
         config,
         detector={"overrides": config.detector.overrides | {"MODEL": model}},
