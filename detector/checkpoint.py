@@ -185,11 +185,9 @@ def load_weights(
     """Load a state dict if all its keys and shapes match and all its values are finite; otherwise load nothing.
 
     Args:
-        source: the file's name, for error messages.
         allow_missing: prefixes of keys that may be missing from the file. The report still lists them.
         allow_unexpected: prefixes of keys that only the file may have. The report still lists them.
         only: prefixes of the keys to load. Other keys are reported as missing or unexpected, without an error.
-        layout: for the report.
     """
     if isinstance(module, Detector):
         tensors = _drop_config_buffers(module.config, tensors, source)

@@ -221,7 +221,6 @@ def to_detector_names(
     Args:
         model_names: keys of the detector's state dict, see `match_ends`.
         config: anchors and box weights for the conversion of Caffe's bottom-up attention.
-        source: for the error message.
         matching_heuristics, norm_eps: see `WeightsFile` in `detector.checkpoint`.
 
     Returns:

@@ -202,12 +202,7 @@ def _image_generators(batch: Batch) -> list[np.random.Generator]:
 
 
 def replace_features(regions: Regions, masks: RegionMasks | None, *, whole_image: bool) -> Regions:
-    """A copy in which regions have the features of their replacements.
-
-    Args:
-        regions: regions of the N images, as the detector describes them.
-        whole_image: row 0 of each image is the whole image, which keeps its feature.
-    """
+    """A copy in which regions have the features of their replacements; with `whole_image`, row 0 keeps its own."""
     if masks is None or masks.replacement_index is None:
         return regions
     given = torch.cat([rows[whole_image:] for rows in regions.features])
@@ -223,10 +218,8 @@ def replace_features(regions: Regions, masks: RegionMasks | None, *, whole_image
 def truncate_batch(batch: Batch, limit: int, *, whole_image: bool) -> Batch:
     """Truncate each text and its regions to `limit` positions together, as the official code does after masking.
 
-    See `truncated_lengths`. Of several images the one with the most regions loses one first.
-
-    Args:
-        whole_image: whole images are part of the sequence, and count as regions.
+    See `truncated_lengths`. Of several images the one with the most regions loses one first. With `whole_image`, whole
+    images are part of the sequence, and count as regions.
     """
     lengths = batch.texts.lengths.tolist()
     counts = [len(rows) + whole_image for rows in batch.boxes]
@@ -251,10 +244,7 @@ def truncated_lengths(text_length: int, region_count: int, limit: int) -> tuple[
     The longer of the two loses one until both together are no more than `limit`; of equally long ones the text does.
     At least two wordpieces and one region stay, even where they exceed the limit. Regions are dropped from the end,
     wordpieces from before the final [SEP]. Truncation comes after masking, so a dropped region may have masked pixels.
-
-    Args:
-        region_count: with the whole image if it is in the sequence; a text without any region stays as it is.
-        limit: 64 in all official settings; [END] does not count.
+    A text without any region stays as it is. All official settings have the limit 64, without [END].
     """
     if text_length + region_count <= limit or region_count == 0:
         return text_length, region_count

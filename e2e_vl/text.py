@@ -32,12 +32,10 @@ SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a vocabulary file, from a folder, or from the Hugging Face hub.
+    """Load a tokenizer from a BERT-style `vocab.txt` (one wordpiece per line, lower-cased), a folder or a hub name.
 
-    Args:
-        name_or_path: a BERT-style `vocab.txt` (one wordpiece per line, lower-cased vocabulary), a folder with one or
-            with what `save_pretrained` wrote, or a hub name such as `bert-base-uncased`. Only a text that cannot be a
-            path is taken for a hub name, so a mistyped path never reaches for the network.
+    A folder contains a `vocab.txt` or what `save_pretrained` wrote. Only a text that cannot be a path is taken for a
+    hub name such as `bert-base-uncased`, so a mistyped path never reaches for the network.
     """
     path = user_path(name_or_path)
     if path.is_dir() and not (path / "tokenizer_config.json").is_file() and (path / "vocab.txt").is_file():

@@ -134,11 +134,8 @@ def export_official(folder: Path, output: Path) -> None:
 def vocabulary_lines(answers: Sequence[str], read: Callable[[str], str]) -> list[str]:
     """The lines of an official answer vocabulary, one per answer in the order of the classes.
 
-    Classes whose answers are equal after normalisation get different spellings ("t shirt", "t-shirt"), because
-    `read_answers` rejects duplicate lines.
-
-    Args:
-        read: the official code's normalisation of a line.
+    Classes whose answers are equal after the official code's normalisation `read` get different spellings ("t shirt",
+    "t-shirt"), because `read_answers` rejects duplicate lines.
     """
     used: dict[str, int] = {}  # line -> number of its answer
     for number, answer in enumerate(answers):

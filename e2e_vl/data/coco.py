@@ -81,11 +81,8 @@ class CocoInstances:
     Annotations may also have `attribute_ids`, which refer to a top-level list `attributes` [{id, name}]. Annotations
     with empty boxes (COCO's files have a few) are skipped and logged.
 
-    Attributes:
-        images: in the order of the file.
-        category_ids: sorted; the position is the class.
-        class_names: K names.
-        attribute_names: empty if the file has no attributes.
+    The images are in the order of the file, and `category_ids` are sorted; the position is the class. `attribute_names`
+    are empty if the file has no attributes.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -20,7 +20,6 @@ import abc
 import base64
 import contextlib
 import dataclasses
-import functools
 import importlib
 import io
 import json
@@ -159,13 +158,18 @@ class FeatureStore(abc.ABC):
 
     Attributes:
         path: the file or folder.
-        ids: image ids, in the order of the file.
+        rows: image id -> where its record is, in the order of the file.
         stamp: how the features were extracted; None if not in the file.
     """
 
     path: Path
-    ids: list[str]
+    rows: dict[str, Any]
     stamp: dict[str, Any] | None
+
+    @property
+    def ids(self) -> list[str]:
+        """Image ids, in the order of the file."""
+        return list(self.rows)
 
     @abc.abstractmethod
     def read(self, image_id: str) -> RegionFeatures:
@@ -179,12 +183,8 @@ class FeatureStore(abc.ABC):
         record.check(image_id, f"{self.path}: image {image_id}")
         return record
 
-    @functools.cached_property
-    def _known(self) -> frozenset[str]:
-        return frozenset(self.ids)
-
     def __contains__(self, image_id: str) -> bool:
-        return image_id in self._known
+        return image_id in self.rows
 
 
 def open_features(path: str | Path) -> FeatureStore:
@@ -203,13 +203,12 @@ class NpzStore(FeatureStore):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._names = npz_names(path)
-        self.ids = list(self._names)
+        self.rows = npz_names(path)
         stamp = path / STAMP_NAME
         self.stamp = read_json(stamp, dict[str, Any]) if stamp.is_file() else None
 
     def read(self, image_id: str) -> RegionFeatures:
-        return load_npz(self.path / f"{self._names[image_id]}.npz")
+        return load_npz(self.path / f"{self.rows[image_id]}.npz")
 
 
 def npz_names(folder: Path) -> dict[str, str]:
@@ -249,8 +248,7 @@ class TsvStore(FeatureStore):
             with contextlib.suppress(OSError):  # in a read-only folder the file is scanned every time
                 write_json(sidecar_path(path), msgspec.to_builtins(content))
         self.stamp = content.stamp
-        self.offsets = content.index.offsets
-        self.ids = list(self.offsets)
+        self.rows = content.index.offsets
 
     def _scan(self) -> _Index:
         offsets: dict[str, int] = {}
@@ -265,7 +263,7 @@ class TsvStore(FeatureStore):
 
     def read(self, image_id: str) -> RegionFeatures:
         with self.path.open("rb") as file:
-            file.seek(self.offsets[image_id])
+            file.seek(self.rows[image_id])
             line = file.readline()
         with reading(f"{self.path}: image {image_id}", ValueError):
             return parse_row(line.decode("utf-8").rstrip("\r\n"))
@@ -297,10 +295,9 @@ class Hdf5Store(FeatureStore):
     def __init__(self, path: Path) -> None:
         self.path = path
         with reading(path, OSError, KeyError), import_optional("h5py").File(path, "r") as file:
-            self.ids = [one.decode() for one in file["ids"][:]]
+            self.rows = {one.decode(): row for row, one in enumerate(file["ids"][:])}
             self.starts, self.sizes = file["starts"][:].astype(np.int64), file["image_sizes"][:].astype(np.int64)
             self.stamp = json.loads(file.attrs["stamp"]) if "stamp" in file.attrs else None
-        self.rows = {image_id: row for row, image_id in enumerate(self.ids)}
 
     def read(self, image_id: str) -> RegionFeatures:
         file, row = _open(import_optional("h5py").File, self.path), self.rows[image_id]
@@ -319,13 +316,14 @@ class LmdbStore(FeatureStore):
     def __init__(self, path: Path) -> None:
         self.path = path
         with reading(path, import_optional("lmdb").Error), _open(_lmdb_environment, path).begin() as transaction:
-            self.ids = [key.decode() for key in transaction.cursor().iternext(values=False) if key != STAMP_KEY]
+            keys = (key for key in transaction.cursor().iternext(values=False) if key != STAMP_KEY)
+            self.rows = {key.decode(): key for key in keys}
             stamp = transaction.get(STAMP_KEY)
         self.stamp = None if stamp is None else json.loads(stamp)
 
     def read(self, image_id: str) -> RegionFeatures:
         with _open(_lmdb_environment, self.path).begin() as transaction:
-            content = transaction.get(image_id.encode())
+            content = transaction.get(self.rows[image_id])
         return load_npz(io.BytesIO(content), f"{self.path}: image {image_id}")
 
 

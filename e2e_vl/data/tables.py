@@ -119,9 +119,7 @@ def require_unique(ids: Iterable[Any], what: str) -> None:
 class TextGroups(Sequence):
     """Text indices of each image, in two numpy arrays.
 
-    Args:
-        texts: int64 [texts], the texts of the first image, then those of the second, ...
-        counts: int [images], number of texts of each image.
+    `texts` int64 [texts] has those of the first image, then the second, ...; `counts` int [images] has their numbers.
     """
 
     def __init__(self, texts: np.ndarray, counts: Sequence[int] | np.ndarray) -> None:

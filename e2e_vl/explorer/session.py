@@ -130,22 +130,17 @@ class Session:
 
 
 class Explorer:
-    """Answers the questions of all users with one model.
-
-    Attributes:
-        warning: a warning if the boxes are random; else "".
-        note: how answers may differ from `ask`; else "".
-    """
+    """Answers the questions of all users with one model."""
 
     def __init__(self, model: TrainedModel):
         # pre-training needs a text with a masked word; for other tasks it is a word like any other
         question = Question(ImageBytes(b"", "(a photo)"), f"a {model.tokenizer.mask_token}")
         model.check_question(question)
         self.model = model
-        self.warning = model.random_boxes_warning([question])
+        self.warning = model.random_boxes_warning([question])  # "": none
         heads = getattr(model.network.detector.config, "roi_heads", None)
         self._repools = heads is not None and heads.features_of == "proposal"
-        self.note = REPOOLED_NOTE if self._repools else ""
+        self.note = REPOOLED_NOTE if self._repools else ""  # how answers may differ from `ask`
 
     def ask(self, session: Session, text: str) -> Session:
         """The session after asking a text about its photo; no region is hidden."""
@@ -224,10 +219,7 @@ _OUTLINE: Colour = (90, 90, 90)  # of regions that are neither selected nor hidd
 
 
 def draw_regions(session: Session) -> np.ndarray | None:
-    """Picture, uint8 RGB [height, width, 3], of all regions with their indices or the attention of the selected item.
-
-    None: no photo.
-    """
+    """Picture, uint8 RGB [height, width, 3], of all regions with their indices or attention; None: no photo."""
     photo, shown = session.photo, session.shown
     if photo is None:
         return None
@@ -252,10 +244,7 @@ def draw_regions(session: Session) -> np.ndarray | None:
 
 
 def draw_answer(session: Session, found: Inspection | None, hidden: tuple[int, ...] = ()) -> np.ndarray | None:
-    """Picture, uint8 RGB [height, width, 3], of the boxes of an answer and its phrases, dashed for uncertain phrases.
-
-    None: no photo, or no answer.
-    """
+    """Picture, uint8 RGB [height, width, 3], of the boxes of an answer and its phrases; None: no photo or answer."""
     if found is None or session.photo is None:
         return None
     shown = found.shown_boxes()

@@ -263,14 +263,11 @@ def open_detector(
     """Build a detector from its config and load its weights.
 
     Args:
-        config: Detectron2 YAML file.
-        weights: file or folder of any kind that `load_checkpoint` reads; None = random values that depend on the seed
-            only.
+        weights: file or folder of any kind that `load_checkpoint` reads; None = random values, from the seed only.
         backend: builtin (None) or detectron2.
         resize: size of the network input; None = the config's INPUT.MIN_SIZE_TEST and MAX_SIZE_TEST, with `rounding`.
         max_proposals: upper limit for RPN.POST_NMS_TOPK_TEST, the number of proposals that reach the RoI head; None =
             the config's number. Time on a CPU grows with it; bottom-up attention uses 300, Detectron2 1000.
-        seed: seed of the random values.
     """
     backend = backend or "builtin"
     cls = DETECTORS[backend].cls
@@ -354,14 +351,10 @@ def extract_image(
     rule: SelectionRule,
     given: AnnotatedObjects | None = None,
 ) -> RegionFeatures:
-    """The regions of one image by the rule "score", best score first: bulk extraction with a batch of one.
+    """The regions of one image by the rule "score", best score first, or the `given` boxes in their order.
 
-    Attributes are predicted if the source has names for them. The features are of the proposals or of the final boxes,
-    according to the config's MODEL.ROI_HEADS.FEATURES_OF.
-
-    Args:
-        rule: selects the predicted boxes.
-        given: a user's boxes, used in place of predicted ones, in the given order.
+    This is bulk extraction with a batch of one. Attributes are predicted if the source has names for them. The features
+    are of the proposals or of the final boxes, according to the config's MODEL.ROI_HEADS.FEATURES_OF.
     """
     config = source.detector.config
     content, name = (image.content, image.name) if isinstance(image, ImageBytes) else (image, str(image))

@@ -124,11 +124,8 @@ def load_task(task: Task, path: str | Path, rules: InitRules, *, knows_class_ord
     """Initialise a head from that of the same task, or of another task according to `Task.starts_from`.
 
     Region classes are reordered if the background is the first class of one head and the last of the other. The
-    weights may contain parts that the task does not use.
-
-    Args:
-        knows_class_order: False if the list of answers was built from annotations. Checkpoints of other projects do
-            not contain their answers and can then not be loaded.
+    weights may contain parts that the task does not use. Without `knows_class_order` (the answers were listed from
+    annotations), checkpoints of other projects, which do not contain their answers, cannot be loaded.
     """
     source = read_checkpoint_part(path, "task", rules)
     if source.task_name == rules.task_name or (source.adapter is None and source.task_name is None):

@@ -94,10 +94,10 @@ def test_a_tsv_file_is_read_without_its_index(tmp_path: Path, records, monkeypat
     indexed = TsvStore(path)
     sidecar_path(path).unlink()
     scanned = TsvStore(path)
-    assert scanned.offsets == indexed.offsets and scanned.stamp is None
+    assert scanned.rows == indexed.rows and scanned.stamp is None
     with monkeypatch.context() as patch:
         patch.setattr(TsvStore, "_scan", lambda self: pytest.fail("the index is kept beside the file"))
-        assert TsvStore(path).offsets == indexed.offsets
+        assert TsvStore(path).rows == indexed.rows
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
