@@ -1,12 +1,9 @@
 """Measure the speed and memory of detectors, training, evaluation, answers and data loading on this machine.
 
     python tools/benchmark.py detector --detector-config configs/detector/R_50_FPN.yaml --boxes 36 --boxes 100
-    python tools/benchmark.py train --config configs/benchmark/train.yaml --output FILE.json --chart FILE.png
-    python tools/benchmark.py train --against CHECKOUT --pairs 5
-    python tools/benchmark.py evaluate --config configs/benchmark/train_base.yaml --precision bf16
-    python tools/benchmark.py ask --run runs/demo_refcoco --image IMAGE --text "the small red circle"
-    python tools/benchmark.py data --config configs/benchmark/train_base.yaml data.workers=2
+    python tools/benchmark.py train --precision bf16 --against CHECKOUT --pairs 5 --output FILE.json --chart FILE.png
     python tools/benchmark.py memory --config configs/benchmark/train_base.yaml --image-size 600 800 --boxes 36
+    python tools/benchmark.py ask --run runs/demo_refcoco --image IMAGE --text "the small red circle"
     python tools/benchmark.py estimate --config configs/vqa/lxmert.yaml data.root=DATA --examples 632117 --epochs 4
 
 detector  features of given boxes and a training step: built in, and by torchvision (its settings) or Detectron2 (all
@@ -17,14 +14,13 @@ evaluate  reading and predicting a batch, for each source of boxes in `eval.boxe
 ask       answers of a trained run
 data      some batches, read by this process or by `data.workers` others; images/s are per worker
 memory    a training step with stored and recomputed activations, for 1 and k texts per image, each in its own process
-estimate  nothing is measured: a roofline for the recipes of configs/benchmark/epochs.yaml, or for --config: FLOPs per
+estimate  nothing is measured: a roofline of the recipes in configs/benchmark/epochs.yaml, or of --config: FLOPs per
           example, GiB of memory on each of --gpus GPUs, and hours on one / on all of them
 
-Variants run in turn, in alternating order, so that changes in machine speed affect all of them. `ratio` is a median /
-that of the first variant, or with --against the median of this / other over the pairs. A multiplication and an addition
-are 2 FLOPs; those of matrix products and convolutions in one call are counted. `share`: their rate / the best rate of a
-large matrix product and a 3x3 convolution in the same run. `peak`: memory allocated on the GPU; on the CPU, the peak
-resident set of the process so far.
+Variants take turns, in alternating order. `ratio`: a median / that of the first variant, or the median of this / other
+over the pairs of --against. A multiplication and an addition are 2 FLOPs; those of matrix products and convolutions are
+counted. `share`: their rate / the best one of a large matrix product and a 3x3 convolution in the same run. `peak`:
+memory allocated on the GPU; on the CPU, the peak resident set of the process so far.
 """
 
 from __future__ import annotations
@@ -41,9 +37,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -81,7 +78,7 @@ from e2e_vl.structures import Batch, RegionLabels, TextBatch
 
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-BATCHES = 16  # in a pass of `data`
+BATCHES = 16  # in a pass of `data`, at most
 TORCHVISION = ("torchvision_R_50_FPN", "torchvision_R_50_FPN_v2")  # settings in detector/published
 SAMPLED_ROIS = 64  # of each image, for the detection losses
 OBJECTS = 8  # annotated objects of each image in the training step of a detector
@@ -109,7 +106,6 @@ def main(argv: list[str] | None = None) -> int:
         "device": platform.processor() or "cpu" if on_cpu else torch.cuda.get_device_name(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "code": str(Path(sys.modules["e2e_vl"].__file__).parents[1]),
     }
     result = {"machine": machine, "command": words}
     if own.against is not None:
@@ -126,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     if own.output is not None:
         write_json(own.output, result)
     if own.chart is not None:
-        draw(result["cases"], " ".join(words), own.chart)
+        draw(result["cases"], f"{arguments.command} on {machine['device']}", own.chart)
     return 0
 
 
@@ -186,10 +182,10 @@ def take_turns(calls: dict[str, Callable], repetitions: int, device: torch.devic
             seconds[name].append(time.perf_counter() - started)
             resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in kibibytes on Linux
             peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated(device) if on_gpu else resident)
-    return {name: {**summary(seconds[name][1:]), "peak_gib": peaks[name] / 2**30} for name in calls}
+    return {name: {**summarise(seconds[name][1:]), "peak_gib": peaks[name] / 2**30} for name in calls}
 
 
-def summary(values: list[float]) -> dict[str, Any]:
+def summarise(values: list[float]) -> dict[str, Any]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "values": values}
 
 
@@ -223,22 +219,22 @@ def measure_in_process(words: list[str], checkout: Path = ROOT) -> dict[str, Any
         return read_json(output)
 
 
-def compare_checkouts(words: list[str], other: Path, pairs: int) -> dict[str, Any]:
+def compare_checkouts(words: list[str], checkout: Path, pairs: int) -> dict[str, Any]:
     """Medians of this checkout and another one, measured in turn, and the ratios this / other of all pairs."""
     results: dict[str, list[dict[str, Any]]] = {"other": [], "this": []}
     for pair in tqdm(range(pairs), desc="pairs"):
         for name in list(results)[:: 1 if pair % 2 == 0 else -1]:
-            results[name].append(measure_in_process(words, ROOT if name == "this" else other))
+            results[name].append(measure_in_process(words, ROOT if name == "this" else checkout))
     cases: Rows = {}
     for group, variants in results["this"][0]["cases"].items():
         for variant in variants:
-            rows = {name: [one["cases"][group][variant] for one in found] for name, found in results.items()}
+            other, this = ([one["cases"][group][variant] for one in found] for found in results.values())
             case = cases[f"{group}, {variant}"] = {
-                name: {**found[-1], **summary([one["median"] for one in found])} for name, found in rows.items()
+                name: {**rows[-1], **summarise([one["median"] for one in rows])}
+                for name, rows in (("other", other), ("this", this))
             }
-            pairs_of = zip(case["this"]["values"], case["other"]["values"], strict=True)
-            case["this"]["ratio"] = summary([this / that for this, that in pairs_of])
-    return {"cases": cases, "best_tflops": results["this"][-1]["best_tflops"], "other": str(other)}
+            case["this"]["ratio"] = summarise([a["median"] / b["median"] for a, b in zip(this, other, strict=True)])
+    return {"cases": cases, "best_tflops": results["this"][-1]["best_tflops"]}
 
 
 def measure_memory(words: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -268,8 +264,8 @@ def describe(result: dict[str, Any]) -> Iterator[str]:
                 f"| {row['tflops']:.3f} | {row['share']:.0%} | {row['peak_gib']:.2f} |"
             )
     yield "best rate: " + ", ".join(f"{name} {rate:.3f} TFLOP/s" for name, rate in result["best_tflops"].items())
-    rest = {key: value for key, value in result.items() if key not in ("machine", "command", "cases", "best_tflops")}
-    yield from (f"{key.replace('_', ' ')}: {value}" for key, value in rest.items())
+    for key in sorted(result.keys() - {"machine", "command", "cases", "best_tflops"}):
+        yield f"{key.replace('_', ' ')}: {result[key]}"
 
 
 def draw(cases: Rows, title: str, path: Path) -> None:
@@ -343,19 +339,12 @@ def plan_evaluate(arguments: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
 
 def plan_data(arguments: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
     config, run = open_run(arguments)
-    number = config.train.images_per_batch // config.train.accumulate
+    number, steps = config.train.images_per_batch // config.train.accumulate, {}
     sampler = GroupedBatchSampler(run.train_data.groups, number, config.data.texts_per_image)
-
-    def read(loader: BatchLoader) -> None:
-        endless = itertools.chain.from_iterable(itertools.repeat(loader))
-        for _ in itertools.islice(endless, BATCHES):
-            pass
-
-    steps = {}
     for workers in dict.fromkeys((0, config.data.workers)):
         loader = BatchLoader(run.train_data, sampler, run.collate, workers=workers, keep_workers=True)
-        images = number * BATCHES / max(workers, 1)
-        steps[f"{workers} workers"] = functools.partial(read, loader), images
+        images = number * min(BATCHES, len(sampler)) / max(workers, 1)
+        steps[f"{workers} workers"] = lambda loader=loader: deque(itertools.islice(loader, BATCHES), maxlen=0), images
     pixels = next(iter(loader)).images.pixels
     return {"pass": steps}, {"batch": f"{pixels.dtype} {list(pixels.shape)}, {pixels.nbytes / 1e6:.1f} MB"}
 
@@ -507,24 +496,22 @@ class Roofline(TorchDispatchMode):
             self.operations.append((count(*args, **(kwargs or {}), out_val=result) if count else 0, moved))
         return result
 
-
-class Pass(NamedTuple):
-    """A forward and backward pass over a micro-batch, on one of several GPUs."""
-
-    examples: int
-    operations: list[tuple[float, float]]  # FLOPs and bytes of each
-    gib: float  # weights, gradients, AdamW's moments and saved activations, without work space
-
     def seconds(self, tflops: float, gbytes: float) -> float:
-        """Seconds of an example where every operation takes as long as its FLOPs or its bytes do."""
-        return sum(max(one / tflops / 1e12, moved / gbytes / 1e9) for one, moved in self.operations) / self.examples
+        """Seconds in which every operation takes as long as its FLOPs or its bytes do."""
+        return sum(max(flops / tflops / 1e12, moved / gbytes / 1e9) for flops, moved in self.operations)
 
 
-def count_pass(config: RunConfig, boxes: int, words: int, gpus: int) -> Pass:
-    """In bf16, of photos of 640 x 480 pixels, without the task's head, detection losses and text corpora.
+def count_pass(config: RunConfig, boxes: int, words: int, gpus: int) -> tuple[Roofline, int, float]:
+    """A pass of each of some GPUs in bf16 over a micro-batch of photos of 640 x 480 pixels, forward and backward.
+
+    It is without the task's head, detection losses and text corpora.
 
     Args:
         boxes, words: boxes of an image, and wordpieces of a sequence.
+
+    Returns:
+        Its operations, its number of examples, and the GiB of weights, gradients, AdamW's moments and saved
+        activations, without work space.
     """
     texts = max(config.train.images_per_batch // config.train.accumulate // gpus, 1)
     pairs, choices = 1 + (config.task.name == "nlvr2"), 4 if config.task.name == "vcr" else 1
@@ -571,9 +558,9 @@ def count_pass(config: RunConfig, boxes: int, words: int, gpus: int) -> Pass:
     activations = sum(size for storage, size in saved.items() if storage not in weights) / 2  # they are float32 here
     trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
     fixed = sum(one.numel() for one in model.parameters()) - trained
-    operations = [(flops, moved / 2) for flops, moved in roofline.operations]
-    operations.append((0, 28 * trained / config.train.accumulate))  # AdamW reads four float32 numbers and writes three
-    return Pass(texts, operations, (18 * trained + 6 * fixed + activations) / 2**30)  # with copies in bf16
+    roofline.operations = [(flops, moved / 2) for flops, moved in roofline.operations]
+    roofline.operations.append((0, 28 * trained / config.train.accumulate))  # AdamW reads 4 float32 numbers, writes 3
+    return roofline, texts, (18 * trained + 6 * fixed + activations) / 2**30  # with copies in bf16
 
 
 def estimate(arguments: argparse.Namespace) -> Iterator[str]:
@@ -587,14 +574,15 @@ def estimate(arguments: argparse.Namespace) -> Iterator[str]:
     for path, recipe in recipes.items():
         words = ("data.root=unused", "data.boxes.train=gt", "detector.weights=null", "encoder.weights=null")
         config = resolve_config(load_config(path, [*words, *arguments.overrides]))
-        found, cells = count_pass(config, recipe["boxes"], recipe["words"], arguments.gpus), []
+        roofline, number, gib = count_pass(config, recipe["boxes"], recipe["words"], arguments.gpus)
+        passes, cells = recipe["examples"] * arguments.epochs / number, []
         for rates in table["gpus"].values():
-            hours = found.seconds(*rates) / table["share"] * recipe["examples"] * arguments.epochs / 3600
+            hours = roofline.seconds(*rates) / table["share"] * passes / 3600
             both = (hours, hours / arguments.gpus / table["scaling"])
             cells.append(" / ".join(f"{one:.{1 + (one < 1)}f}" for one in both))
-        gflop = sum(flops for flops, _ in found.operations) / found.examples / 1e9
+        gflop = sum(flops for flops, _ in roofline.operations) / number / 1e9
         name = f"{path.parent.name}/{path.stem}"
-        yield f"| {name} | {recipe['examples']:,} | {gflop:.0f} | {found.gib:.1f} | {' | '.join(cells)} |"
+        yield f"| {name} | {recipe['examples']:,} | {gflop:.0f} | {gib:.1f} | {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":
