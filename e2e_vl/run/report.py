@@ -36,7 +36,7 @@ Series = dict[str, list[tuple[int, float]]]  # name -> (step, value)
 
 TASK, DETECTOR, SUM = "losses of the task", "losses of the detector (not weighted)", "weighted sum of all losses"
 EVALUATION, EVALUATION_LOSS = "evaluation", "loss of the evaluation"
-SCHEDULES = {"lr_": "learning rate", "weight_": "weight of objectives"}  # by prefix of a training line's values
+SCHEDULES = {"lr": "learning rate", "weight": "weight of objectives"}  # by first word of a training line's values
 TOTAL = "loss"  # the weighted sum of all losses, in training and in evaluation
 DETECTOR_PREFIX = "loss_"  # detection losses have Detectron2's names
 # values of a training line that are not drawn
@@ -87,9 +87,9 @@ def draw_schedule(config: RunConfig, path: Path) -> None:
 def _find_plot(kind: str, name: str) -> tuple[str, str]:
     """The plot of a value ("": none) and its label there."""
     if kind == "train" and name not in OTHER_VALUES:
-        for prefix, title in SCHEDULES.items():
-            if name.startswith(prefix):
-                return title, name.removeprefix(prefix)
+        first, _, rest = name.partition("_")
+        if first in SCHEDULES:
+            return SCHEDULES[first], rest
         return (SUM if name == TOTAL else DETECTOR if name.startswith(DETECTOR_PREFIX) else TASK), name
     metric = MetricName.read(name) if kind == "eval" else None
     if metric is None or metric.detail or not metric.measures_model:

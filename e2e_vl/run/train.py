@@ -321,9 +321,8 @@ class Trainer:
             is_last = number == len(micro_batches)
             with contextlib.nullcontext() if is_last else accelerator.no_sync(self.model):
                 task_losses, detection_losses = self.model(batch.to(accelerator.device))
-                # losses of objectives have their weights, but for those that have not begun
-                begun = {name: bool(objectives.get(name, 1)) for name in task_losses}
-                weights = {name: begun[name] * self.task_weights.get(name, 1.0) for name in task_losses}
+                weights = {name: self.task_weights.get(name, 1.0) for name in task_losses}
+                weights |= {name: 0.0 for name, weight in objectives.items() if not weight}  # they have not begun
                 for name in detection_losses:
                     weights[name] = detector.loss_weight * detector.loss_weights.get(name, 1.0)
                 losses = sorted({**task_losses, **detection_losses}.items())

@@ -206,3 +206,17 @@ def test_a_parameter_without_a_gradient_is_left_alone_and_its_schedule_waits():
     ages = [optimizer.state[parameter]["step"] for parameter in (model.task.weight, model.task.bias)]
     assert ages == [4, 2]
     assert {id(parameter) for parameter in optimizer.state} == {id(model.task.weight), id(model.task.bias)}
+
+
+def test_bert_adam_follows_a_part_of_a_schedule():
+    """The first update of the second half of 16 steps has the rate of step 8."""
+    model = Parts()
+    settings = TrainSettings(
+        optimizer="bert_adam", lr=0.1, weight_decay=0.0, warmup_share=0.0, schedule_part=(0.5, 1.0)
+    )
+    optimizer = build_optimizer(model, settings)
+    build_schedule(optimizer, settings, 8)
+    before = model.task.bias.item()
+    model.task.bias.grad = torch.ones(1)
+    optimizer.step()
+    assert before - model.task.bias.item() == pytest.approx(0.05 * 0.1 / math.sqrt(0.001), rel=1e-4)
