@@ -152,6 +152,18 @@ class AnalysisResults:
                 found.append(f"{graph}, {measure}: {said}; {rules}; {one['examples']} examples")
         return [*found, *self.notes]
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Accuracy of the best active head by "graph/measure", and "graph/measure/relation" of the shown relations."""
+        found = {}
+        for graph in self.graphs:
+            for measure, labels in ((ENTITIES, [ALL]), (RELATIONS, [ALL, *self.relations[graph]])):
+                for label in labels:
+                    if (place := self.best_active_head(graph, measure, label)) is not None:
+                        name = "/".join(filter(None, (graph, measure, label)))
+                        found[name] = float(self.get_sums(graph, measure, label).accuracy[place])
+        return found
+
     def as_json(self) -> dict[str, Any]:
         """All results and options as a JSON-ready dict; matrices are [layer][head]."""
         graphs: dict[str, Any] = {}

@@ -44,11 +44,12 @@ class PublishedFile(Settings, frozen=True):
 
 
 class Step(Settings, frozen=True):
-    """A command of e2e-vl; {name} in it is the output of another step, a published file, or a name of `Row.with`."""
+    """A command of e2e-vl; {name} in it is the output of another step, a published file or a name of `Row.with`."""
 
     command: str
     needs: tuple[str, ...] = ()  # published files that the command reads without naming them
     instead: str | None = None  # published file with the same weights; if it exists, the step is not run
+    best: bool = False  # the model of this training is its best one (train.keep_best), not the last
     samples: int | None = None  # of an epoch of training: images, each with its texts
     processes: int = 1  # GPUs of the official code
     differs: str = ""  # from the paper
@@ -140,10 +141,12 @@ class Chain:
         """The words after e2e-vl."""
 
         def fill(found: re.Match[str]) -> str:
-            word = self.row.names.get(found[1], name if found[1] == "output" else found[1])
+            names = {"output": name, "data": str(self.data), **self.row.names}
+            word = names.get(found[1], found[1])
             if word in self.paper.steps or word in self.paper.files:
-                return str(self.place(word))
-            return word if found[1] in self.row.names else found[0]
+                step, place = self.paper.steps.get(word), self.place(word)
+                return str(place / "best" if step is not None and step.best and not self._has(step.instead) else place)
+            return word if found[1] in names else found[0]
 
         words = [NAME.sub(fill, word) for word in shlex.split(self.steps[name].command)]
         if words[0] != "train":
@@ -197,7 +200,8 @@ class Chain:
         if not number.metric:
             return None
         if (place / "metrics.json").exists():
-            return 100 * read_json(place / "metrics.json")[number.metric]
+            found = read_json(place / "metrics.json")
+            return 100 * found.get("best", {}).get("metrics", found)[number.metric]  # absent if the last model is best
         printed = place.with_name(f"{place.name}.log").read_text("utf-8")
         return 100 * float(re.search(rf"^{re.escape(number.metric)} +([\d.]+)$", printed, re.MULTILINE)[1])
 

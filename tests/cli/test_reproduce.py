@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from detector.io import write_json
 from e2e_vl.cli.reproduce import PAPERS, Chain, main, read_paper
 
 ROWS = [
@@ -47,6 +48,17 @@ def test_a_published_file_takes_the_place_of_the_training_before_it(tmp_path):
     words = short.command("q2a_base")
     assert f"encoder.weights={file}" in words and "seed=3" in words and "output=runs/q2a_base_base_3" in words
     assert "resnet" not in short.files and "resnet" in long.files
+
+
+def test_steps_go_on_from_the_best_model_whose_numbers_count(tmp_path):
+    chain = chain_of("visual_bert", "7", "full", tmp_path)
+    assert f"{tmp_path}/features/nlvr2/dev.h5" in chain.command("import_nlvr2_dev")
+    assert "encoder.weights=runs/some_task_nlvr2_full/best" in chain.command("finetune_nlvr2")
+    chain.output, number = tmp_path, chain.row.numbers["dev"]
+    chain.place(number.step).mkdir()
+    for more, expected in (({}, 25.0), ({"best": {"step": 2, "metrics": {number.metric: 0.5}}}, 50.0)):
+        write_json(chain.place(number.step) / "metrics.json", {number.metric: 0.25, **more})
+        assert chain.measured(number) == expected
 
 
 def test_rows_are_listed_and_unknown_ones_refused(capsys):
