@@ -9,7 +9,7 @@
 pythia: a folder of .npy files for one set of COCO images. They have no boxes (VisualBERT does not use any), so the box
 of every region is the whole image; image sizes come from COCO's JSON of captions, instances or image info (--sizes, one
 or more files). detectron: .th files of one split, as for NLVR2, all loaded into memory. They have no image sizes, so
-each image is assumed to end at its outermost boxes. ban: an HDF5 file and its pickle of rows; image sizes follow from
+give --sizes for COCO; each other image is assumed to end at its outermost boxes. ban: an HDF5 file and its pickle of rows; image sizes follow from
 the boxes in pixels and in fractions of the image. vl-bert: a folder of one JSON file per COCO image.
 
 Regions keep their order, and values are stored as float32. Code in a file is never executed. The output's stamp records
@@ -35,7 +35,7 @@ from e2e_vl.io import Record, Side
 
 ASSUMED = {
     "pythia": "every box is the whole image",
-    "detectron": "every image ends at its outermost boxes",
+    "detectron": "images without --sizes end at their outermost boxes",
     "ban": "image sizes follow from image_bb and spatial_features",
     "vl-bert": "boxes and image sizes are in the files",
 }
@@ -57,6 +57,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
             command.add_argument("input", type=Path, nargs=1, metavar="FOLDER", help="folder of <image id>.json")
         elif kind == "detectron":
             command.add_argument("input", type=Path, nargs="+", metavar="FILE", help=".th files of one split")
+            command.add_argument("--sizes", type=Path, nargs="+", default=[], metavar="JSON", help="as for pythia")
         else:
             command.add_argument("input", type=Path, nargs=1, metavar="FILE", help="HDF5 file of one split")
             command.add_argument(
@@ -72,9 +73,9 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     check_format(args.format, args.output)
     first, assumed = args.input[0], ASSUMED[args.kind]
     if args.kind == "pythia":
-        images = read_pythia(first, args.sizes)
+        images = read_pythia(first, read_sizes(args.sizes))
     elif args.kind == "detectron":
-        images = read_detectron(args.input)
+        images = read_detectron(args.input, read_sizes(args.sizes))
     elif args.kind == "vl-bert":
         images = read_vl_bert(first)
     else:
@@ -103,18 +104,22 @@ class _SizedImagesFile(Record):
     images: list[_SizedImage]
 
 
-def read_pythia(folder: Path, sizes: list[Path]) -> Iterator[RegionFeatures]:
+def read_sizes(paths: list[Path]) -> dict[str, tuple[int, int]]:
+    """(height, width) of COCO's images by id."""
+    return {str(row.id): (row.height, row.width) for path in paths for row in read_json(path, _SizedImagesFile).images}
+
+
+def read_pythia(folder: Path, size_of: dict[str, tuple[int, int]]) -> Iterator[RegionFeatures]:
     """Pythia's folder of COCO_train2014_000000000009.npy: float [100, D], without boxes (VQA, COCO).
 
     Pickles `*_info.npy` beside them are skipped, as in official VisualBERT.
     """
-    size_of = {row.id: (row.height, row.width) for path in sizes for row in read_json(path, _SizedImagesFile).images}
     paths = [path for path in sorted(folder.glob("*.npy")) if not path.name.endswith("_info.npy")]
     if not paths:
         raise MissingFileError(f"{folder}: has no .npy files; give Pythia's folder of one image set.")
     for path in paths:
         name = re.fullmatch(r"COCO_[a-z]+\d{4}_(\d{12})", path.stem)
-        image_id = None if name is None else int(name[1])
+        image_id = None if name is None else str(int(name[1]))
         if image_id not in size_of:
             raise UserError(
                 f"{path}: no image of a file of --sizes; give files such as COCO_train2014_000000000009.npy with "
@@ -124,16 +129,20 @@ def read_pythia(folder: Path, sizes: list[Path]) -> Iterator[RegionFeatures]:
         with reading(path, ValueError, EOFError):
             values = np.load(path, allow_pickle=False)
         boxes = np.tile(np.array([0, 0, width, height]), (len(values), 1))
-        yield _region_features(str(image_id), (height, width), boxes, values, str(path))
+        yield _region_features(image_id, (height, width), boxes, values, str(path))
 
 
-def read_detectron(paths: list[Path]) -> Iterator[RegionFeatures]:
-    """NLVR2's torch files: {"dev-0-0-img0.png.npz": (features [R, D], boxes [R, 4] in pixels, confidence [R])}."""
+def read_detectron(paths: list[Path], size_of: dict[str, tuple[int, int]]) -> Iterator[RegionFeatures]:
+    """VisualBERT's torch files: {"dev-0-0-img0.png.npz": (features [R, D], boxes [R, 4] in pixels, confidence [R])}.
+
+    ".npz" may be absent; the images of COCO are "COCO_train2014_000000000009.jpg.npz", and their ids are numbers.
+    """
     for path in paths:
         for name, entry in _load_torch(path).items():
-            image_id = name.removesuffix(".png.npz")
+            image_id = re.sub(r"^COCO_[a-z]+\d{4}_0*|\.(png|jpg)(\.npz)?$", "", name)
             features, boxes, scores = (np.asarray(one) for one in entry)
             width, height = np.ceil(boxes[:, 2:].max(axis=0)).astype(int).tolist()
+            height, width = size_of.get(image_id, (height, width))
             if scores.shape != (len(boxes),):
                 scores = None  # per class: the predicted class is unknown
             yield _region_features(image_id, (height, width), boxes, features, f"{path}: {image_id}", scores)

@@ -127,6 +127,11 @@ class Chain:
         words = NAME.findall(self.paper.steps[name].command) if name in self.paper.steps else []
         return any(word in self.row.names or self._is_own(word) for word in words)
 
+    def _trains(self, name: str) -> bool:
+        """Whether a step is a training or needs one."""
+        step = self.paper.steps.get(name)
+        return step is not None and (step.command.startswith("train ") or any(map(self._trains, self._others(name))))
+
     def place(self, name: str) -> Path:
         """The output of a step, or the file that takes its place; or a published file."""
         if name in self.paper.files:
@@ -134,7 +139,7 @@ class Chain:
         step = self.paper.steps[name]
         if self._has(step.instead):
             return self.place(step.instead)
-        seed = "" if self.seed is None or " seed=" in step.command else f"_{self.seed}"
+        seed = "" if self.seed is None or " seed=" in step.command or not self._trains(name) else f"_{self.seed}"
         return self.output / f"{name}{f'_{self.name}' if self._is_own(name) else ''}{seed}"
 
     def command(self, name: str) -> list[str]:

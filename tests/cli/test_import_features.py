@@ -78,6 +78,19 @@ def test_nlvr2(tmp_path, as_tensors, is_zip):
         assert record.image_size == (40, 60)
 
 
+def test_detectron_on_coco(tmp_path):
+    """COCO's images have ids and sizes of their own."""
+    entry = (rows(2, 4), np.array([[0, 0, 20, 30], [5, 6, 59, 39]], np.float32), np.ones(2, np.float32))
+    torch.save(
+        {f"COCO_val2014_{number:012}.jpg{end}": entry for number, end in ((9, ".npz"), (50, ""))}, tmp_path / "x.th"
+    )
+    listed = [{"id": 9, "width": 70, "height": 50, "file_name": "a.jpg"}]
+    (tmp_path / "captions.json").write_text(json.dumps({"images": listed}))
+    assert convert(tmp_path, "detectron", tmp_path / "x.th", "--sizes", tmp_path / "captions.json") == 0
+    store = open_features(tmp_path / "out.h5")
+    assert {name: store.read(name).image_size for name in store.ids} == {"9": (50, 70), "50": (39, 59)}
+
+
 # image -> (height, width) and boxes
 BAN = {
     65567: ((500, 375), [[0, 0, 30, 40], [100, 200, 374.5, 480]]),

@@ -50,10 +50,18 @@ def test_a_published_file_takes_the_place_of_the_training_before_it(tmp_path):
     assert "resnet" not in short.files and "resnet" in long.files
 
 
+def test_an_output_is_of_one_command(tmp_path):
+    commands: dict[tuple[str, Path], list[str]] = {}
+    for paper, table, row in ROWS:
+        chain = chain_of(paper, table, row, tmp_path)
+        for step in chain.steps:
+            assert commands.setdefault((paper, chain.place(step)), chain.command(step)) == chain.command(step)
+
+
 def test_steps_go_on_from_the_best_model_whose_numbers_count(tmp_path):
-    chain = chain_of("visual_bert", "7", "full", tmp_path)
+    chain = chain_of("visual_bert", "7", "full_36", tmp_path)
     assert f"{tmp_path}/features/nlvr2/dev.h5" in chain.command("import_nlvr2_dev")
-    assert "encoder.weights=runs/some_task_nlvr2_full/best" in chain.command("finetune_nlvr2")
+    assert "encoder.weights=runs/some_task_nlvr2_full_36/best" in chain.command("finetune_nlvr2")
     chain.output, number = tmp_path, chain.row.numbers["dev"]
     chain.place(number.step).mkdir()
     for more, expected in (({}, 25.0), ({"best": {"step": 2, "metrics": {number.metric: 0.5}}}, 50.0)):

@@ -44,7 +44,7 @@ def read_ablations() -> dict[str, tuple[str, list[str], Row]]:
     paper, found = read_paper("visual_bert"), {}
     for table, task in (("3", "vqa_"), ("4", "vcr_"), ("5", "nlvr2_"), ("6", "flickr30k_"), ("7", ""), ("regions", "")):
         for name, row in paper.tables[table].items():
-            chain = AblationChain(paper, task + name, row, Path("DATA"), Path(), [])
+            chain = AblationChain(paper, task + name.removesuffix("_36"), row, Path("DATA"), Path(), [])
             for step in chain.steps if task == "" or name != "full" else ():
                 kind, _, config, *words = chain.command(step)
                 if kind == "train" and chain.place(step).name.startswith("visual_bert_ablation_"):
