@@ -8,9 +8,10 @@
 
 pythia: a folder of .npy files for one set of COCO images. They have no boxes (VisualBERT does not use any), so the box
 of every region is the whole image; image sizes come from COCO's JSON of captions, instances or image info (--sizes, one
-or more files). detectron: .th files of one split, as for NLVR2, all loaded into memory. They have no image sizes, so
-give --sizes for COCO; each other image is assumed to end at its outermost boxes. ban: an HDF5 file and its pickle of rows; image sizes follow from
-the boxes in pixels and in fractions of the image. vl-bert: a folder of one JSON file per COCO image.
+or more files). detectron: .th files of one split, as for NLVR2, all loaded into memory. They have no image sizes: give
+--sizes for COCO; other images are assumed to end at their outermost boxes. ban: an HDF5 file and its pickle of rows;
+image sizes follow from the boxes in pixels and in fractions of the image. vl-bert: a folder of one JSON file per COCO
+image.
 
 Regions keep their order, and values are stored as float32. Code in a file is never executed. The output's stamp records
 the source and these assumptions.
