@@ -114,6 +114,7 @@ class FrozenAffine(NamedTuple):
     scale: Tensor
     bias: Tensor
     cast_bias: Tensor  # in the dtype of autocast, so that it is not cast again in every step
+    weight: Tensor | None  # of a frozen convolution, folded and cast
 
 
 class ConvNorm(nn.Conv2d):
@@ -151,8 +152,12 @@ class ConvNorm(nn.Conv2d):
             with torch.inference_mode(False):  # what is kept serves training too
                 scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
                 bias = norm.bias - norm.running_mean * scale
-                self.affine = FrozenAffine(scale, bias, bias.to(dtype))
-        return self.weight * self.affine.scale[:, None, None, None], self.affine
+                weight = None if self.weight.requires_grad else (self.weight * scale[:, None, None, None]).to(dtype)
+                self.affine = FrozenAffine(scale, bias, bias.to(dtype), weight)
+        weight = self.affine.weight
+        if weight is None or self.weight.requires_grad:
+            weight = self.weight * self.affine.scale[:, None, None, None]
+        return weight, self.affine
 
     def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Convolve, working around a bug in oneDNN (seen with torch 2.15).

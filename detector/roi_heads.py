@@ -258,10 +258,11 @@ class ROIHeads(nn.Module, abc.ABC):
         if torch.is_grad_enabled() or self.training or len(rois) <= CHUNK:
             return self._describe(maps, rois, masks)
         order = rois[:, 0].argsort(stable=True)
+        image = rois[order, 0].cpu()  # a GPU waits once, and not for each chunk
         parts = []
-        for rows in order.split(CHUNK):
+        for rows, numbers in zip(order.split(CHUNK), image.split(CHUNK), strict=True):
             chunk = rois[rows]
-            first, last = int(chunk[0, 0]), int(chunk[-1, 0])
+            first, last = int(numbers[0]), int(numbers[-1])
             chunk[:, 0] -= first
             images = [level[first : last + 1] for level in maps]
             parts.append(self._describe(images, chunk, None if masks is None else masks[rows]))

@@ -150,12 +150,14 @@ class RoIPooler:
         first = int(math.log2(self.strides[0]))
         levels = assign_levels(rois[:, 1:], first, first + len(self.strides) - 1, self.config.level_rule)
         levels -= first
-        rows = [(levels == number).nonzero()[:, 0] for number in range(len(self.strides))]
+        order = levels.argsort(stable=True)
+        numbers = torch.arange(len(self.strides), device=levels.device)
+        counts = (levels[:, None] == numbers).sum(dim=0).tolist()  # a GPU waits once, and not for each level
         pooled = [
             self._pool(level_map, rois[index], stride, step)
-            for level_map, index, stride in zip(maps, rows, self.strides, strict=True)
+            for level_map, index, stride in zip(maps, order.split(counts), self.strides, strict=True)
         ]
-        return torch.cat(pooled).index_select(0, torch.cat(rows).argsort())
+        return torch.cat(pooled).index_select(0, order.argsort())
 
     def _pool(
         self, features: FeatureMap, rois: Float[Tensor, "rois 5"], stride: int, step: int

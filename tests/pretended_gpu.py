@@ -5,8 +5,8 @@ relies on internals of torch, so it runs in a process of its own:
 
     python -m tests.pretended_gpu '[{"config": "configs/tiny/refcoco.yaml", "words": ["train.max_steps=1"]}]'
 
-trains with each of these settings and prints, as JSON, the waits of the last training step, of each evaluation, and of
-a question about the photo that a job names. A job may replace the encoder, too.
+trains with each of these settings and prints, as JSON, the waits and launches of the last training step, the waits of
+each evaluation, and of questions about the photo that a job names. A job may replace the encoder, too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ WAITS = {"aten::nonzero", "aten::masked_select", "aten::bincount", "torchvision:
 COPIES = {"aten::copy_", "aten::_to_copy"}
 INDEXED = ("aten::index", "aten::index_put", "aten::index_put_")
 TAKES_SCALARS = {"aten::where", "aten::masked_fill", "aten::masked_fill_", "aten::fill_", *INDEXED}
+EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
 waits: collections.Counter = collections.Counter()
+launches: collections.Counter = collections.Counter()  # operators that compute or copy
 kept: list = []  # what C++ points at
 
 
@@ -60,6 +62,12 @@ class CudaTensor(torch.Tensor):
         raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
 
     __array__ = numpy
+
+    def __reduce_ex__(self, protocol):
+        return self.on_cpu.__reduce_ex__(protocol)
+
+    def data_ptr(self):
+        return self.on_cpu.data_ptr()
 
     def untyped_storage(self):
         return self.on_cpu.untyped_storage()
@@ -97,6 +105,8 @@ def dispatch(func, args, kwargs):
     is_to_cpu = devices[0].type == "cpu" if devices else name == "aten::copy_" and not isinstance(args[0], CudaTensor)
     if wrapped and name in COPIES and is_to_cpu:
         wait("copy to the CPU")
+    if not func.is_view and name not in EMPTY:
+        launches[name] += 1
     inner = [torch.device("cpu") if isinstance(v, torch.device) else getattr(v, "on_cpu", v) for v in flat]
     a, k = tree_unflatten(inner, spec)
     result = func(*a, **k | {key: False for key in ("pin_memory", "non_blocking") if key in k})
@@ -153,22 +163,29 @@ def pretended_gpu() -> Iterator[None]:
 def measure(
     config: str, words: list[str], encoder: dict[str, Any] | None = None, photo: str | None = None
 ) -> dict[str, Any]:
-    """Train with these settings; the lines that waited in each part, and how often."""
+    """Train with these settings; the lines that waited in each part, and how often; the launches of the last step."""
+    from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
     import e2e_vl
+    from detector import roi_heads
     from e2e_vl.config import load_config
     from e2e_vl.run import checkpoint, evaluate, train
     from tests.weights.starts import replaced
 
     real_step, real_evaluate = train.Trainer.train_step, evaluate.predict_texts
+    real_clip = Accelerator.clip_grad_norm_
     found: dict[str, Any] = {"evaluations": {}}
 
     def step(self, micro_batches):
-        waits.clear()
+        waits.clear(), launches.clear()
         result = real_step(self, micro_batches)
         found["step"] = dict(waits)
         return result
+
+    def clip(self, *args):
+        found["launches"] = launches.total()  # of the forward and backward pass
+        return real_clip(self, *args)
 
     def evaluation(settings, model, examples, accelerator, **options):
         waits.clear()
@@ -182,6 +199,8 @@ def measure(
         mock.patch.object(checkpoint, "save_state", lambda *a, **k: None),  # it copies all parameters
         mock.patch.object(train.Trainer, "train_step", step),
         mock.patch.object(evaluate, "predict_texts", evaluation),
+        mock.patch.object(Accelerator, "clip_grad_norm_", clip),
+        mock.patch.object(roi_heads, "CHUNK", 6),  # as many chunks of RoIs as at the real size
     ):
         settings = load_config(Path(config), words)
         train.train(settings if encoder is None else replaced(settings, encoder=encoder))

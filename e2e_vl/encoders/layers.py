@@ -35,8 +35,10 @@ class BertLayerWithAttentions(GradientCheckpointingLayer):
         self, hidden: Float[Tensor, "M Z E"], mask: Float[Tensor, "M _ _ Z"], output_attentions: bool = False
     ) -> tuple[Float[Tensor, "M Z E"], Float[Tensor, "M heads Z Z"] | None]:
         """Hidden states and an additive mask -> hidden states, and the attention map with `output_attentions`."""
-        probabilities = attention_probabilities(self.attention.self, hidden, mask) if output_attentions else None
-        context, _ = self.attention.self(hidden, mask)
+        device = hidden.device.type  # autocast alone would cast the states for query, key and value each
+        cast = hidden.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else hidden
+        probabilities = attention_probabilities(self.attention.self, cast, mask) if output_attentions else None
+        context, _ = self.attention.self(cast, mask)
         hidden = self.attention.output(context, hidden)
         return self.output(self.intermediate(hidden), hidden), probabilities
 

@@ -69,6 +69,18 @@ def test_the_affine_map_of_a_frozen_norm_follows_loaded_weights_and_the_dtype():
     torch.testing.assert_close(conv.double()(image.double()).float(), other(image))
 
 
+def test_a_frozen_convolution_is_folded_once_until_it_is_loaded_or_trained():
+    conv, other = (ConvNorm(2, 3, 1, norm="FrozenBN").requires_grad_(False) for _ in range(2))
+    image = torch.rand(1, 2, 4, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        conv(image)
+        assert conv._fold_norm()[0] is conv._fold_norm()[0]
+        conv.load_state_dict(other.state_dict())
+        assert torch.equal(conv(image), other(image))
+    conv.requires_grad_(True)(image).sum().backward()
+    assert conv.weight.grad is not None
+
+
 def test_frozen_batch_norms_keep_their_numbers():
     block = nn.Sequential(ConvNorm(3, 4, 1, norm="BN"))
     block[0].norm.running_mean.uniform_(-1, 1)
