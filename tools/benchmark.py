@@ -6,8 +6,8 @@
     python tools/benchmark.py ask --run runs/demo_refcoco --image IMAGE --text "the small red circle"
     python tools/benchmark.py estimate --config configs/vqa/lxmert.yaml data.root=DATA --examples 632117 --epochs 4
 
-detector  features of given boxes and a training step: built in, and by torchvision (its settings) or Detectron2 (all
-          others, where it is installed), with the same weights
+detector  features of given boxes and a training step: built in, and by torchvision (detector/published/
+          torchvision_R_50_FPN_v2.yaml) or Detectron2 (all others, where it is installed), with the same weights
 train     an optimiser step over I images with k texts each in one batch ("grouped"), one text per batch ("ungrouped": k
           passes over the images, gradients accumulated), and only the first text of each image ("single")
 evaluate  reading and predicting a batch, for each source of boxes in `eval.boxes`
@@ -53,8 +53,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torchvision.models import detection
-from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
-from torchvision.models.detection.faster_rcnn import FasterRCNN as TorchvisionModel
 from tqdm.auto import tqdm
 
 from detector.checkpoint import load_weights
@@ -79,7 +77,6 @@ from e2e_vl.structures import Batch, RegionLabels, TextBatch
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BATCHES = 16  # in a pass of `data`, at most
-TORCHVISION = ("torchvision_R_50_FPN", "torchvision_R_50_FPN_v2")  # settings in detector/published
 SAMPLED_ROIS = 64  # of each image, for the detection losses
 OBJECTS = 8  # annotated objects of each image in the training step of a detector
 
@@ -328,8 +325,6 @@ def plan_evaluate(arguments: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
     config, run = open_run(arguments, "data.workers=0")
     accelerator, number = make_accelerator(config.train.mixed_precision), config.eval.images_per_batch
     model, steps = run.model.to(arguments.device), {}
-    if config.train.channels_last:
-        model.detector.to(memory_format=torch.channels_last)
     for source in config.eval.boxes:
         data = build_examples(config, model, run.tokenizer, config.data.train_split, boxes=source)
         call = functools.partial(predict_texts, config, model, data, accelerator, max_images=number)
@@ -387,60 +382,55 @@ def plan_detector(arguments: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
     height, width = arguments.image_size or (600, 1000)
     sizes, scale = torch.tensor([(height, width)]), torch.tensor([width, height, width, height])
     batch = ImageBatch(torch.randn(1, 3, height, width) * 50, sizes, sizes, ["image"]).to(arguments.device)
-    plan, difference, counts = {}, 0.0, arguments.boxes or [36, 100]
-    boxes = {count: [(random_boxes(count) * scale).to(arguments.device)] for count in counts}
-    for count, rows in boxes.items():
-        calls = {name: functools.partial(get_features, arguments, one, batch, rows) for name, one in detectors.items()}
+    plan, difference, precision = {}, 0.0, autocast(arguments)
+    for count in arguments.boxes or [100, 36]:
+        boxes = [(random_boxes(count) * scale).to(arguments.device)]
+        calls = {name: functools.partial(get_features, precision, one, batch, boxes) for name, one in detectors.items()}
         ours, theirs = calls["builtin"](), list(calls.values())[-1]()
         difference = max(difference, ((ours - theirs).abs().max() / theirs.abs().max()).item())
         plan[f"features of {count} boxes"] = {name: (call, 1) for name, call in calls.items()}
-    steps = {name: make_training_call(arguments, one, batch, boxes[counts[0]]) for name, one in detectors.items()}
-    plan["training step"] = {name: (call, 1) for name, call in steps.items()}  # last: it changes the weights
+    plan["training step"] = {}  # with the last boxes; it changes the weights
+    for name, one in detectors.items():
+        optimizer = torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=1e-6)
+        step = functools.partial(train_detector, precision, one, batch, boxes, optimizer)
+        plan["training step"][name] = step, 1
     return plan, {"feature_difference": difference}
 
 
 @torch.no_grad()
-def get_features(arguments: argparse.Namespace, detector: nn.Module, batch: ImageBatch, boxes: list[Tensor]):
+def get_features(autocast: torch.autocast, detector: nn.Module, batch: ImageBatch, boxes: list[Tensor]) -> Tensor:
     detector.eval()
-    with autocast(arguments):
+    with autocast:
         return torch.cat(detector(batch, boxes).features)
 
 
-def make_training_call(arguments: argparse.Namespace, detector: nn.Module, batch: ImageBatch, boxes: list[Tensor]):
-    """Forward with detection losses and features of the boxes, backward of both, and a step of SGD."""
+def train_detector(
+    autocast: torch.autocast, detector: nn.Module, batch: ImageBatch, boxes: list[Tensor], optimizer: torch.optim.SGD
+) -> None:
+    """Forward with detection losses and features of the boxes, backward of both, and a step."""
+    detector.train()
     objects = [rows[:OBJECTS] for rows in boxes]
-    classes = [torch.arange(len(rows), device=rows.device) % detector.num_classes for rows in objects]
-    targets = DetectionTargets(objects, classes)
-    optimizer = torch.optim.SGD([p for p in detector.parameters() if p.requires_grad], lr=1e-6)
-
-    def call() -> None:
-        detector.train()
-        with autocast(arguments):
-            regions = detector(batch, boxes, targets)
-            loss = sum(loss.mean for loss in regions.losses.values()) + torch.cat(regions.features).float().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return call
+    targets = DetectionTargets(objects, [rows.new_zeros(len(rows), dtype=torch.int64) for rows in objects])
+    with autocast:
+        regions = detector(batch, boxes, targets)
+        loss = sum(loss.mean for loss in regions.losses.values()) + torch.cat(regions.features).float().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def make_detectors(file: Path) -> dict[str, nn.Module]:
     """The built-in detector and another one with the same weights, if there is one."""
     sampled = {"ROI_HEADS": {"BATCH_SIZE_PER_IMAGE": SAMPLED_ROIS}}
     tree: dict[str, Any] = {"_BASE_": str(file.resolve()), "MODEL": sampled}
-    is_v2 = file.stem == TORCHVISION[1]
-    if is_v2:  # torchvision trains all of it; of version 1 it trains from res3 on
-        tree["MODEL"]["BACKBONE"] = {"FREEZE_AT": 0}
+    is_torchvision = file.stem == "torchvision_R_50_FPN_v2"
+    if is_torchvision:
+        tree["MODEL"]["BACKBONE"] = {"FREEZE_AT": 0}  # torchvision trains all of it
     config = DetectorConfig.from_yaml(tree)
     builtin = FasterRCNN(config)
-    if file.stem in TORCHVISION:
+    if is_torchvision:
         options = {"num_classes": config.roi_heads.num_classes + 1, "box_batch_size_per_image": SAMPLED_ROIS}
-        if is_v2:
-            model = detection.fasterrcnn_resnet50_fpn_v2(weights=None, weights_backbone=None, **options)
-        else:
-            backbone = resnet_fpn_backbone(backbone_name="resnet50", weights=None, trainable_layers=3)
-            model = TorchvisionModel(backbone, **options)
+        model = detection.fasterrcnn_resnet50_fpn_v2(weights=None, weights_backbone=None, **options)
         load_weights(builtin, from_torchvision_detector(model.state_dict()), file.stem)
         return {"builtin": builtin, "torchvision": TorchvisionDetector(model)}
     try:
@@ -455,10 +445,9 @@ def make_detectors(file: Path) -> dict[str, nn.Module]:
 class TorchvisionDetector(nn.Module):
     """Torchvision's Faster R-CNN with the calls of this project's detectors."""
 
-    def __init__(self, model: TorchvisionModel) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.num_classes = model.roi_heads.box_predictor.cls_score.out_features - 1
 
     def forward(self, images: ImageBatch, boxes: list[Tensor], targets: DetectionTargets | None = None) -> Regions:
         """The images are resized and normalised already; torchvision's own transform is not used."""
