@@ -137,32 +137,19 @@ class AnalysisResults:
         return found
 
     def summary_lines(self) -> list[str]:
-        """One line per graph and measure, then the notes."""
+        """A line per graph and measure, and per shown relation, then the notes."""
         found = []
         for graph in self.graphs:
             for measure in self.measures(graph):
-                one = self.summary(graph, measure)
-                best = (
-                    one["best_active_head"]
-                    if REQUIRED_BLOCK[measure] is AttentionBlock.WORDS_TO_REGIONS
-                    else one["best_head"]
-                )
-                said = "no head is active" if best is None else f"{best['accuracy']:.4f} (head {best['head']})"
-                rules = ", ".join(f"{name} {value:.4f}" for name, value in one["baselines"].items())
-                found.append(f"{graph}, {measure}: {said}; {rules}; {one['examples']} examples")
+                reads_regions = REQUIRED_BLOCK[measure] is AttentionBlock.WORDS_TO_REGIONS
+                for label in (ALL, *(self.relations[graph] if measure == RELATIONS else ())):
+                    one = self.summary(graph, measure, label)
+                    best = one["best_active_head" if reads_regions else "best_head"]
+                    said = "no head is active" if best is None else f"{best['accuracy']:.4f} (head {best['head']})"
+                    rules = ", ".join(f"{name} {value:.4f}" for name, value in one["baselines"].items())
+                    name = "/".join(filter(None, (graph, measure, label)))
+                    found.append(f"{name:45s} {said}; {rules}; {one['examples']} examples")
         return [*found, *self.notes]
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Accuracy of the best active head by "graph/measure", and "graph/measure/relation" of the shown relations."""
-        found = {}
-        for graph in self.graphs:
-            for measure, labels in ((ENTITIES, [ALL]), (RELATIONS, [ALL, *self.relations[graph]])):
-                for label in labels:
-                    if (place := self.best_active_head(graph, measure, label)) is not None:
-                        name = "/".join(filter(None, (graph, measure, label)))
-                        found[name] = float(self.get_sums(graph, measure, label).accuracy[place])
-        return found
 
     def as_json(self) -> dict[str, Any]:
         """All results and options as a JSON-ready dict; matrices are [layer][head]."""

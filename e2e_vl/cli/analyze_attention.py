@@ -100,7 +100,5 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     if page is not None:  # the main process
         for line in results.summary_lines():
             print(line)
-        for name, value in results.metrics.items():  # as `e2e-vl predict` prints them
-            print(f"{name:45s} {value:.4f}")
         print(f"page: {page}")
     return 0

@@ -208,7 +208,7 @@ class Chain:
             found = read_json(place / "metrics.json")
             return 100 * found.get("best", {}).get("metrics", found)[number.metric]  # absent if the last model is best
         printed = place.with_name(f"{place.name}.log").read_text("utf-8")
-        return 100 * float(re.search(rf"^{re.escape(number.metric)} +([\d.]+)$", printed, re.MULTILINE)[1])
+        return 100 * float(re.search(rf"^{re.escape(number.metric)} +([\d.]+)( |$)", printed, re.MULTILINE)[1])
 
 
 def describe_training(config: RunConfig, step: Step) -> str:

@@ -42,9 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the run that the variants change")
     given = parser.add_mutually_exclusive_group(required=True)
-    given.add_argument(
-        "--variants", type=Path, metavar="FILE", help="YAML: name -> key=value settings; or config -> these"
-    )
+    given.add_argument("--variants", type=Path, metavar="FILE", help="YAML: name -> key=value settings")
     given.add_argument(
         "--variant",
         nargs="+",
@@ -60,7 +58,6 @@ def main(argv: list[str] | None = None) -> int:
     variants = {name: overrides for name, *overrides in args.variant or ()}
     if args.variants is not None:
         variants = read_yaml(args.variants)
-        variants = variants.get(args.config.as_posix(), variants)
     for name in variants:
         if "=" in name:
             raise UserError(f"--variant needs a name before its settings; found '{name}'.")

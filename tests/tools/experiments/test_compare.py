@@ -148,13 +148,6 @@ def test_each_seed_is_a_run_of_its_own_and_the_table_has_mean_and_spread(compare
     assert (output / "joint").is_dir() and "| joint | 1.000 | – | 1.5 |" in capsys.readouterr().out
 
 
-def test_a_file_may_have_variants_for_several_configs(compare, tmp_path):
-    file = tmp_path / "variants.yaml"
-    file.write_text(f"{DEMO}:\n  frozen: [detector.freeze=true]\nother.yaml:\n  unknown: [detector.frozen=true]\n")
-    (run,) = compare("--variants", str(file))
-    assert "detector.freeze=true" in run and run[-1].endswith("/frozen")
-
-
 def test_a_wrong_setting_is_found_before_anything_is_trained(compare, capsys):
     assert compare("--variant", "a", "detector.frozen=true", status=2) == []
     assert "detector.frozen" in capsys.readouterr().err
