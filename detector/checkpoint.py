@@ -65,11 +65,9 @@ class WeightsFile:
 
 
 def find_weights(path: str | Path) -> Path:
-    """Return the path of a weights file.
+    """Find a weights file by its path, a folder with a detector, or the name or address of published weights.
 
-    Args:
-        path: a file, a folder that contains a detector, or the name or address of published weights (`detector.zoo`),
-            which are downloaded into the cache.
+    Published weights (`detector.zoo`) are downloaded into the cache.
     """
     path = resolve_weights(path)
     if isinstance(path, PublishedWeights):
@@ -88,10 +86,8 @@ def read_weights(path: str | Path) -> WeightsFile:
     """Read a `.safetensors` file, a pickle of arrays (`.pkl`) or a torch file (`.pth`, `.model`, `.bin`).
 
     A pickle contains a dict of arrays, optionally under the key `model` (Detectron2) or `blobs` (Caffe2; momentum blobs
-    are skipped). A torch file contains a state dict, optionally under `model` or `state_dict`.
-
-    Args:
-        path: a file, a folder or the name of published weights, see `find_weights`.
+    are skipped). A torch file contains a state dict, optionally under `model` or `state_dict`. For `path` see
+    `find_weights`.
     """
     published = find_published_weights(path)
     norm_eps = NORM_EPS if published is None else published.norm_eps

@@ -121,8 +121,7 @@ def ragged() -> Any:
 def nested(*row: int) -> Any:
     """A field with a list of arrays [n, ...] per text; in a batch, a `Ragged` with one list per array, text by text.
 
-    Args:
-        row: the shape [...] of one entry, for batches without any array (float32).
+    `row` is the shape [...] of one entry, for batches without any array (float32).
     """
     return _field(lambda values: _ragged([array for arrays in values for array in arrays], row))
 
@@ -362,11 +361,8 @@ def find_wordpieces(
 ) -> tuple[int, int]:
     """Convert a span of characters to a span of wordpieces: the first one and the last one plus one.
 
-    If all of these characters were truncated, it is the last wordpiece before their end.
-
-    Args:
-        offsets: span of characters of each wordpiece.
-        is_own: which positions belong to the text; at least one.
+    If all of these characters were truncated, it is the last wordpiece before their end. `is_own` says which positions
+    belong to the text, at least one.
     """
     kept = np.flatnonzero(is_own)
     starts = offsets[kept, 0]

@@ -127,9 +127,7 @@ class RunLog:
     def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
         """Append one line; NaN and infinite values become null and are listed in `not_finite`.
 
-        Args:
-            kind: "train", "eval" (an evaluation on the images that all evaluations of the run use), or "final" (a last
-                evaluation on more images).
+        The kinds are "train", "eval" (on the images that all evaluations of the run use) and "final" (on more images).
         """
         if self.enabled:
             with self.path.open("a", encoding="utf-8") as file:

@@ -154,17 +154,11 @@ def to_column(name: str, values: np.ndarray) -> np.ndarray:
 
 
 class FeatureStore(abc.ABC):
-    """Region features by image id.
+    """Region features by image id."""
 
-    Attributes:
-        path: the file or folder.
-        rows: image id -> where its record is, in the order of the file.
-        stamp: how the features were extracted; None if not in the file.
-    """
-
-    path: Path
-    rows: dict[str, Any]
-    stamp: dict[str, Any] | None
+    path: Path  # the file or folder
+    rows: dict[str, Any]  # image id -> where its record is, in the order of the file
+    stamp: dict[str, Any] | None  # how the features were extracted; None if not in the file
 
     @property
     def ids(self) -> list[str]:

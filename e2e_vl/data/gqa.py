@@ -167,13 +167,7 @@ def read_entries(paths: Iterable[Path], kind: type) -> SerializedDict:
 
 
 class GQADataset(RecordDataset):
-    """Questions of one split, or of several joined by "+", grouped by image.
-
-    Attributes:
-        choices, grounding_graphs: answer choices and scene graphs for the metrics; None: not needed.
-        scene_graphs: of all images; their objects are the candidate boxes. None: not needed.
-        instances: annotated objects of all images, used instead of the scene graphs.
-    """
+    """Questions of one split, or of several joined by "+", grouped by image."""
 
     file_keys = ("images", "questions", "choices", "answers", "scene_graphs", "instances", "detections", "features")
     annotation_files = ("instances", "scene_graphs")
@@ -185,6 +179,8 @@ class GQADataset(RecordDataset):
         self.parts = [{"split": name, "part": name.partition("_")[0]} for name in split_names(split)]
         questions = SerializedList(read_questions(_question_files(files, split)), GQAQuestion)
         self.set_texts(questions, f"the splits {split}: question")
+        # of all images: COCO's objects, or else scene graphs, whose objects are the candidate boxes; for the metrics:
+        # answer choices and scene graphs; None: not needed
         self.instances = self.scene_graphs = self.choices = self.grounding_graphs = None
         # detection losses need classes; the objects of scene graphs have only free-text names
         if needs.objects or (needs.annotations and "instances" in files):

@@ -105,24 +105,17 @@ class ListedPair(TextRecord):
 
 
 class LXMERTDataset(RecordDataset):
-    """Texts of one split, or of several joined by "+", grouped by image or by image pair.
+    """Texts of one split, or of several joined by "+", grouped by image or by image pair."""
 
-    Attributes:
-        key: key in `data.files` of the text file.
-        record: the class of a text.
-        needs_labels: training needs the label of every text.
-        folders: image folder of each split; empty if no images are read.
-    """
-
-    key: ClassVar[str]
-    record: ClassVar[type]
-    needs_labels: ClassVar[bool] = True
+    key: ClassVar[str]  # of the text file in `data.files`
+    record: ClassVar[type]  # of a text
+    needs_labels: ClassVar[bool] = True  # of every text, in training
     box_sources = (BoxSource.ONLINE, BoxSource.DETECTIONS, BoxSource.PRECOMPUTED)
 
     def __init__(self, files: DataFiles, options: ImageSets, split: str, needs: DataNeeds) -> None:
         self.options = options
         self.parts = [options.values(name) for name in split_names(split)]
-        self.folders: list[Path] = []
+        self.folders: list[Path] = []  # image folder of each split; empty if no images are read
         texts: list[Any] = []
         self._ends: list[int] = []
         for values in self.parts:

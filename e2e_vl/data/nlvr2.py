@@ -61,22 +61,17 @@ def read_examples(path: str | Path) -> list[PairStatement]:
 
 
 class NLVR2Dataset(RecordDataset):
-    """Sentences of one split, or of several joined by "+", grouped by image pair.
-
-    Attributes:
-        folders: image folders, by the first part of the identifiers.
-        objects: annotated objects, by image name; None: not needed.
-    """
+    """Sentences of one split, or of several joined by "+", grouped by image pair."""
 
     file_keys = ("images", "examples", "instances", "detections", "features")
     id_space = "nlvr2"
 
     def __init__(self, files: DataFiles, options: NLVR2Options, split: str, needs: DataNeeds) -> None:
         self.options = options
-        self.folders: dict[str, Path] = {}
+        self.folders: dict[str, Path] = {}  # of images, by the first part of the identifiers
         self.parts: list[dict[str, str]] = []
         examples: list[PairStatement] = []
-        objects: dict[str, tuple[CocoInstances, int | str]] = {}  # by the name of the image
+        objects: dict[str, tuple[CocoInstances, int | str]] = {}  # annotated, by the name of the image
         for name in split_names(split):
             own = read_examples(files.path("examples", split=name))
             values = {"split": name, "images": own[0].id.partition("-")[0]}

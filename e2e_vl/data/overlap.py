@@ -81,10 +81,7 @@ class PhotoIds:
 
         The list is a COCO JSON file (`images` with `id` and `file_name`), Visual Genome's `image_data.json` or a subset
         of it, a JSON list of ids, or a text file whose lines begin with a path or an id, such as the lists of bottom-up
-        attention (`VG_100K_2/2400861.jpg xml/2400861.xml`).
-
-        Args:
-            space: the data set of ids that are ambiguous: "coco" or "vg".
+        attention (`VG_100K_2/2400861.jpg xml/2400861.xml`). `space` is the data set of ambiguous ids: "coco" or "vg".
         """
         if path.suffix == ".json":
             content = read_json(path, list[_GenomePhoto | Id] | _ImagesFile)

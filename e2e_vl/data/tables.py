@@ -199,11 +199,8 @@ def stream_lines(path: str | Path, type: Any = Any) -> Iterator[Any]:
 def cached_array(sources: Sequence[Path], folder: Path, kind: str, make: Callable[[], np.ndarray]) -> np.ndarray:
     """An index of files, memory-mapped from a `.npy` file in `folder` that one process writes.
 
-    Its name depends on the paths, sizes and modification times of the files, so a stale index is never used.
-
-    Args:
-        kind: kind and version of the index.
-        make: computes the index; the array must not be empty.
+    Its name depends on the paths, sizes and modification times of the files, so a stale index is never used, and on
+    `kind`, the kind and version of the index. The array must not be empty.
     """
     identity = [kind]
     for source in sources:

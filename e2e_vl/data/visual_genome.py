@@ -202,12 +202,7 @@ READERS = {"regions": read_region_descriptions, "questions": read_genome_questio
 
 
 class VisualGenomeDataset(RecordDataset):
-    """Texts about images, image by image.
-
-    Attributes:
-        images: by id.
-        graphs: the phrases of descriptions; None: not needed, or there are no region graphs.
-    """
+    """Texts about images, image by image."""
 
     file_keys = ("images", "image_data", "regions", "region_graphs", "questions", "detections", "features")
     box_sources = (BoxSource.ONLINE, BoxSource.DETECTIONS, BoxSource.PRECOMPUTED)
@@ -234,7 +229,7 @@ class VisualGenomeDataset(RecordDataset):
         self.images = SerializedDict(((image.image_id, image) for image in images), GenomeImage, str(image_data))
         self.has_truths = options.texts == "questions"
         self.has_phrases = needs.phrases and options.texts == "regions"
-        self.graphs = None
+        self.graphs = None  # the phrases of descriptions, where they are needed and there are region graphs
         if self.has_phrases and "region_graphs" in files:
             self.graphs = read_region_graphs(graphs := files.path("region_graphs", split=split))
             if not any(self._phrases(text) for text in self.texts):

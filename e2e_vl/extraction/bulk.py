@@ -76,11 +76,8 @@ def extract_images(job: ExtractionJob, accelerator: Accelerator) -> ExtractionSu
     """Extract the features of all images; called on every process.
 
     Unreadable images are skipped and reported in `failures`. The `.npz` files of a single-file format are then kept, so
-    that a repeated call processes only the missing images.
-
-    Args:
-        accelerator: determines the mixed precision; features are written as float32. With several processes its
-            process group needs the timeout `MAX_WAIT`.
+    that a repeated call processes only the missing images. Features are written as float32, whatever the precision of
+    the accelerator, whose process group needs the timeout `MAX_WAIT`.
     """
     # only the main process lists the folder, or others could see files that it has just written
     found: list[Any] = [_prepare(job) if accelerator.is_main_process else None]

@@ -42,6 +42,11 @@ class ModelWeights:
     move_background_last: bool | None = None  # order of the region classes; None: unknown
     compatible_tasks: tuple[str, ...] = ()  # other tasks with the same head
 
+    @classmethod
+    def of_model(cls, model: VisionLanguageModel, task_name: str) -> ModelWeights:
+        """The state dicts of a model's parts."""
+        return cls(*(dict(part.state_dict()) for part in (model.detector, model.encoder, model.task)), task_name)
+
 
 class WeightAdapter(abc.ABC):
     """A checkpoint format from which an encoder can be initialised. The tuples contain prefixes of its parameters."""
@@ -138,11 +143,12 @@ def check_task(task_name: str | None, choices: Sequence[str], model: str) -> Non
         )
 
 
-def save_for_torch(content: dict[str, Any], path: Path) -> None:
-    """Write a file with `torch.save`, atomically."""
+def save_for_torch(state: Mapping[str, Tensor], path: Path, key: str = "") -> None:
+    """Write a file with `torch.save`, atomically; the weights are its content, or under a key."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    state = move_to_cpu(state)
     with atomic_file(path) as part, part.open("wb") as file:
-        torch.save(content, file)
+        torch.save({key: state} if key else state, file)
 
 
 def save_as_transformers(state: Mapping[str, Tensor], config: PreTrainedConfig, path: Path) -> None:
@@ -162,12 +168,6 @@ def shared_fields(config: PreTrainedConfig, other: type[PreTrainedConfig], *omit
     own = config.to_dict()
     names = {field.name for field in dataclasses.fields(other)} & own.keys()
     return {name: own[name] for name in names - {"architectures", "model_type", *omitted}}
-
-
-def collect_weights(model: VisionLanguageModel, task_name: str) -> ModelWeights:
-    """The state dicts of a model's parts."""
-    detector, encoder, task = (dict(part.state_dict()) for part in (model.detector, model.encoder, model.task))
-    return ModelWeights(detector, encoder, task, task_name)
 
 
 # BERT checkpoints of transformers, with old and new names

@@ -33,8 +33,6 @@ from e2e_vl.weights.base import (
     WeightAdapter,
     check_settings,
     check_task,
-    collect_weights,
-    move_to_cpu,
     rename_head,
     save_as_transformers,
     save_for_torch,
@@ -123,8 +121,8 @@ class OfficialLxmert(WeightAdapter):
         """Write a file of the official code, with the names of `*_LXRT.pth` or of `BEST.pth`."""
         check_task(task_name, list(OFFICIAL_HEADS), "LXMERT")
         check_settings(model.encoder.config.to_dict(), OFFICIAL_CONFIG, path)
-        parts = collect_weights(model, task_name)
-        save_for_torch(move_to_cpu(to_official(parts)), path)
+        parts = ModelWeights.of_model(model, task_name)
+        save_for_torch(to_official(parts), path)
         _, left_out = rename_head(parts.task, OFFICIAL_HEADS[task_name])
         return left_out + [f"detector.{name}" for name in parts.detector]
 
@@ -210,7 +208,7 @@ class TransformersLxmert(OfficialLxmert):
         give the trunk alone (`LxmertModel`). Its users must divide boxes (xyxy) by the width and height of the image.
         """
         check_settings(model.encoder.config.to_dict(), TRANSFORMERS_CONFIG, path)
-        config, parts = model.encoder.config, collect_weights(model, task_name)
+        config, parts = model.encoder.config, ModelWeights.of_model(model, task_name)
         taken, fields = _head_for_transformers(parts, config.hidden_size, config.hidden_act)
         names = PRETRAINING_HEADS if task_name == PRETRAINING else QUESTION_ANSWERING_HEAD
         head, left_out = rename_head(parts.task, {theirs: ours for theirs, ours in names.items() if ours in taken})

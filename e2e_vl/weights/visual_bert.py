@@ -34,9 +34,7 @@ from e2e_vl.weights.base import (
     WeightAdapter,
     check_settings,
     check_task,
-    collect_weights,
     invert,
-    move_to_cpu,
     rename_head,
     replace_module,
     save_as_transformers,
@@ -140,8 +138,8 @@ class OfficialVisualBert(WeightAdapter):
         check_settings(model.encoder.config.to_dict(), self.required_config, path)
         if isinstance(model.detector, R2CNetwork):
             check_settings(model.detector.config.to_flat(), OFFICIAL_NETWORK, path)
-        state, left_out = to_official(collect_weights(model, task_name))
-        save_for_torch(move_to_cpu(state), path)
+        state, left_out = to_official(ModelWeights.of_model(model, task_name))
+        save_for_torch(state, path)
         return left_out
 
 
@@ -210,7 +208,7 @@ class TransformersVisualBert(OfficialVisualBert):
         `with_box_coordinates`, features with the box coordinates appended.
         """
         check_settings(model.encoder.config.to_dict(), self.required_config, path)
-        parts = collect_weights(model, task_name)
+        parts = ModelWeights.of_model(model, task_name)
         state, left_out = to_transformers(parts)
         save_as_transformers(state, make_transformers_config(model.encoder, parts), path)
         return left_out

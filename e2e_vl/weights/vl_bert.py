@@ -29,9 +29,7 @@ from e2e_vl.weights.base import (
     WeightAdapter,
     check_settings,
     check_task,
-    collect_weights,
     invert,
-    move_to_cpu,
     rename_head,
     replace_module,
     save_for_torch,
@@ -165,13 +163,13 @@ class OfficialVLBert(WeightAdapter):
         if not isinstance(model.detector, PrecomputedDetector):
             settings = DetectorConfig.to_flat(model.detector.config) | model.detector.config.to_flat()
             check_settings(settings, OFFICIAL_DETECTOR, path)
-        parts = collect_weights(model, task_name)
+        parts = ModelWeights.of_model(model, task_name)
         if model.encoder.config.region_word == "img" and task_name == PRETRAINING:
             parts.encoder[MASKED_REGION_WORD] = parts.encoder[REGION_WORD]
         if REGION_CLASSES[0] in parts.task and model.task.config.has_background_last:
             parts.task.update({name: parts.task[name].roll(1, dims=0) for name in REGION_CLASSES})
         official, left_out = to_official(parts)
-        save_for_torch({"state_dict": move_to_cpu(official)}, path)
+        save_for_torch(official, path, "state_dict")
         return left_out
 
 
