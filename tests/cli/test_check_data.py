@@ -46,7 +46,7 @@ def test_intact_data_have_sizes_and_no_problem(name, tiny_data):
     words = ("task.config.objectives.image_qa.answers=unused.json",) if name == "lxmert_files" else ()
     train, val = check(settings(name, tiny_data, *words))
     assert train.problems == val.problems == train.shared == val.shared == []
-    numbers = {"nlvr2": (48, 24), "vcr": (10, 4)}  # two images for each scene's pairs; scenes without a question
+    numbers = {"nlvr2": (48, 24), "vcr": (3, 2)}  # two images for each scene's pairs; scenes without a question
     assert (train.images, val.images) == numbers.get(name, (12, 6))
     assert train.missing_images == train.boxes_outside == train.too_long == 0
     assert train.texts >= 12 and (train.boxes > 12 or name == "lxmert_files")

@@ -7,8 +7,9 @@
 
 Each variant is a run of tools/train.py in the folder OUTPUT/NAME; with --seeds it is one run per seed, and the table
 shows the mean and the range over the seeds. Finished runs are not repeated and interrupted runs are continued: repeat
-the command until all are done. Writes OUTPUT/comparison.json and OUTPUT/comparison.md, a table of the chosen metrics
-and the minutes of training.
+the command until all are done. Writes OUTPUT/comparison.json and OUTPUT/comparison.md, a table of the chosen metrics,
+by default on the first of data.eval_splits, and the minutes of training. Compare on validation scenes: a variant that
+was chosen on test scenes is fitted to them.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         metavar=("NAME", "key=value"),
         help="name and settings of a variant (repeatable)",
     )
-    parser.add_argument("--metrics", nargs="+", help="keys of metrics.json to show (default: all accuracies)")
+    parser.add_argument("--metrics", nargs="+", help="keys of metrics.json (default: accuracies of the first split)")
     parser.add_argument("--seeds", type=int, nargs="+", help="seeds of each variant's runs (default: the config's)")
     parser.add_argument("--jobs", type=int, default=1, help="number of runs in parallel (default: 1)")
     add_common_options(parser)
@@ -94,11 +95,12 @@ def compare(
 
     Args:
         jobs: finished runs.
-        metrics: names of metrics; None: all accuracies over all texts.
+        metrics: names of metrics; None: all accuracies over all texts of the first split.
     """
     results = {name: [job.metrics for job in variant_jobs] for name, variant_jobs in jobs.items()}
     first = next(iter(results.values()))[0]
-    metrics = metrics or [key for key in first if re.fullmatch(r"[^/]*/accuracy[^/]*", key)]
+    accuracies = [key for key in first if re.fullmatch(r"[^/]*/accuracy[^/]*", key)]
+    metrics = metrics or [key for key in accuracies if key.split("/")[0] == accuracies[0].split("/")[0]]
     rows = {}
     for name, found in results.items():
         rows[name] = {
