@@ -91,8 +91,28 @@ def main(argv: list[str] | None = None) -> int:
     outer.add_argument("--pairs", type=int, default=5, help="runs of each checkout, in turn (default: 5)")
     outer.add_argument("--output", type=Path, metavar="JSON", help="write all numbers to this file")
     outer.add_argument("--chart", type=Path, metavar="PNG", help="draw medians and ranges")
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=shape, parents=[outer])
+    parser.add_argument("command", choices=[*PLANS, "memory", "estimate"])
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override those of --config")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=torch.device, default=device, help="cpu or cuda (default: cuda if present)")
+    parser.add_argument("--precision", choices=DTYPES, default="fp32")
+    parser.add_argument("--repetitions", type=int, default=5, help="timed calls of each variant (default: 5)")
+    parser.add_argument("--only", metavar="VARIANT", help="the only variant to measure, such as grouped")
+    parser.add_argument("--config", type=Path, default=ROOT / "configs/benchmark/train.yaml", help="settings of a run")
+    parser.add_argument("--boxes", type=int, action="append", help="boxes per image; `detector` takes several --boxes")
+    parser.add_argument("--image-size", type=int, nargs=2, metavar=("H", "W"), help="pixels of the padded images")
+    parser.add_argument("--detector-config", type=Path, default=ROOT / "configs/detector/vl_bert_R_101.yaml")
+    parser.add_argument("--run", type=Path, help="run directory or saved model of `ask`")
+    parser.add_argument("--image", type=Path)
+    parser.add_argument("--text")
+    parser.add_argument("--examples", type=int, help="`estimate` of --config, with so many texts in an epoch")
+    parser.add_argument("--words", type=int, default=14, help="... and so many wordpieces in each (default: 14)")
+    parser.add_argument("--epochs", type=float, default=1, help="of `estimate` (default: 1)")
+    parser.add_argument("--gpus", type=int, default=4, help="... on one GPU, and on so many (default: 4)")
     own, words = outer.parse_known_args(argv)
-    arguments = build_parser(outer).parse_intermixed_args(words)  # settings may stand between options
+    arguments = parser.parse_intermixed_args(words)  # settings may stand between options
     if arguments.command == "estimate":
         for line in estimate(arguments):
             print(line, flush=True)
@@ -121,30 +141,6 @@ def main(argv: list[str] | None = None) -> int:
     if own.chart is not None:
         draw(result["cases"], f"{arguments.command} on {machine['device']}", own.chart)
     return 0
-
-
-def build_parser(outer: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    shape = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=shape, parents=[outer])
-    parser.add_argument("command", choices=[*PLANS, "memory", "estimate"])
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override those of --config")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", type=torch.device, default=device, help="cpu or cuda (default: cuda if present)")
-    parser.add_argument("--precision", choices=DTYPES, default="fp32")
-    parser.add_argument("--repetitions", type=int, default=5, help="timed calls of each variant (default: 5)")
-    parser.add_argument("--only", metavar="VARIANT", help="the only variant to measure, such as grouped")
-    parser.add_argument("--config", type=Path, default=ROOT / "configs/benchmark/train.yaml", help="settings of a run")
-    parser.add_argument("--boxes", type=int, action="append", help="boxes per image; `detector` takes several --boxes")
-    parser.add_argument("--image-size", type=int, nargs=2, metavar=("H", "W"), help="pixels of the padded images")
-    parser.add_argument("--detector-config", type=Path, default=ROOT / "configs/detector/vl_bert_R_101.yaml")
-    parser.add_argument("--run", type=Path, help="run directory or saved model of `ask`")
-    parser.add_argument("--image", type=Path)
-    parser.add_argument("--text")
-    parser.add_argument("--examples", type=int, help="`estimate` of --config, with so many texts in an epoch")
-    parser.add_argument("--words", type=int, default=14, help="... and so many wordpieces in each (default: 14)")
-    parser.add_argument("--epochs", type=float, default=1, help="of `estimate` (default: 1)")
-    parser.add_argument("--gpus", type=int, default=4, help="... on one GPU, and on so many (default: 4)")
-    return parser
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -525,8 +521,7 @@ def count_pass(config: RunConfig, boxes: int, words: int, gpus: int) -> tuple[Ro
     saved: dict[int, int] = {}  # bytes of each storage
 
     def save(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        saved[storage._cdata] = storage.nbytes()
+        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
         return tensor
 
     # tensors on "meta" have no values: every check is passed, the only number that is read is that of the boxes, and
