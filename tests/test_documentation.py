@@ -146,7 +146,7 @@ def test_pages_name_much_that_is_checked() -> None:
 
 
 def test_the_pages_show_every_tool_and_every_tool_an_example() -> None:
-    assert {"train.py", "benchmark.py", "experiments/table4.py"} <= set(TOOLS)
+    assert {"train.py", "benchmark.py", "experiments/compare.py"} <= set(TOOLS)
     assert {tool for file, tool, _ in CALLS if file == "docs/commands.md"} - {CONSOLE} == set(TOOLS)
     own = {tool for file, tool, _ in CALLS if file.startswith(("tools/", "e2e_vl/cli/"))}
     assert own - {CONSOLE} == set(TOOLS) - {"extract_demo.py"}  # its page of help is that of `e2e-vl extract`

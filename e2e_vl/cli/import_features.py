@@ -30,7 +30,6 @@ import numpy as np
 from detector.errors import MissingFileError, UserError, reading
 from detector.io import read_json, read_pickle
 from e2e_vl.cli.main import make_parser, print_errors
-from e2e_vl.data.captions import RegionFile
 from e2e_vl.data.features import RegionFeatures, check_format, import_optional, write_features
 from e2e_vl.io import Record, Side
 
@@ -174,6 +173,8 @@ def read_ban(path: Path, ids: Path) -> Iterator[RegionFeatures]:
 
 def read_vl_bert(folder: Path) -> Iterator[RegionFeatures]:
     """VL-BERT's folder of <image id>.json for VQA."""
+    from e2e_vl.data.captions import RegionFile  # late: it takes seconds
+
     for path in sorted(folder.glob("*.json")):
         content, where = read_json(path, RegionFile), str(path)
         boxes, features = (content.matrix(key, where) for key in ("boxes", "features"))

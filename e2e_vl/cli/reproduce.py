@@ -5,10 +5,10 @@
     e2e-vl reproduce vl_bert 1 base --data DATA --launch "accelerate launch --num_processes 4"
 
 Without a row it lists the rows and their published numbers. With one (or `all` of a table) it prints the chain: the
-commands, images and steps, the files that DATA lacks and where they are published, and what differs from the paper.
-Then it runs the chain, unless a file is missing. Finished steps are not repeated and interrupted ones are continued.
-With `--seeds` each step is run once per seed (one that sets its own: once), and numbers are mean ± standard deviation.
-A paper is a file in configs/reproduce; vl_bert.yaml describes the format.
+commands, images and steps, with --estimate GPU memory and hours, the files that DATA lacks and where they are
+published, and what differs from the paper. Then it runs the chain, unless a file is missing. Finished steps are not
+repeated and interrupted ones are continued. With `--seeds` each step is run once per seed (one that sets its own:
+once), and numbers are mean ± standard deviation. A paper is a file in configs/reproduce; vl_bert.yaml has the format.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ import msgspec
 from detector.errors import MissingFileError, UserError
 from detector.io import atomic_file, read_json, read_yaml
 from e2e_vl.cli.main import make_parser, print_errors
-from e2e_vl.config import RunConfig, load_config
+from e2e_vl.config import load_config
 from e2e_vl.parts import Settings, decode
 
 PAPERS = Path(__file__).parents[2] / "configs" / "reproduce"
+BENCHMARK = Path(__file__).parents[2] / "tools" / "benchmark.py"
 NAME = re.compile(r"\{(\w+)\}")  # in a command
 
 
@@ -52,6 +53,8 @@ class Step(Settings, frozen=True):
     best: bool = False  # the model of this training is its best one (train.keep_best), not the last
     samples: int | None = None  # of an epoch of training: images, each with its texts
     processes: int = 1  # GPUs of the official code
+    boxes: int = 36  # of an image, and wordpieces of a text, for an estimate of memory and time
+    words: int = 14
     differs: str = ""  # from the paper
 
 
@@ -84,7 +87,7 @@ class Paper(Settings, frozen=True):
 
 
 class Chain:
-    """The steps of a row in order, with their commands.
+    """The steps of a row in order, with their commands, and the published files that they read.
 
     Args:
         name: of the row.
@@ -105,42 +108,41 @@ class Chain:
             self._add(number.step)
 
     def _add(self, name: str) -> None:
-        """Add a step after those that it needs, or a file."""
         if name in self.paper.files:
             self.files[name] = self.paper.files[name]
-        elif not self._has(self.paper.steps[name].instead):
-            for other in self._others(name):
+        elif name in self.paper.steps and not self.is_replaced(name):
+            for other in (*self._names(name), *self.paper.steps[name].needs):
                 self._add(other)
             self.steps[name] = self.paper.steps[name]
 
-    def _others(self, name: str) -> list[str]:
-        """The steps and files that a step needs."""
-        step = self.paper.steps[name]
-        named = [self.row.names.get(word, word) for word in NAME.findall(step.command)]
-        return [*filter({**self.paper.steps, **self.paper.files}.__contains__, named), *step.needs]
+    def _names(self, name: str) -> list[str]:
+        """What the names in a command stand for."""
+        return [self.row.names.get(word, word) for word in NAME.findall(self.paper.steps[name].command)]
 
-    def _has(self, file: str | None) -> bool:
+    def is_replaced(self, name: str) -> bool:
+        """Whether a published file takes the place of a step."""
+        file = self.paper.steps[name].instead
         return file is not None and self.place(file).exists()
 
-    def _is_own(self, name: str) -> bool:
-        """Whether a step depends on the row."""
+    def _depends_on_row(self, name: str) -> bool:
         words = NAME.findall(self.paper.steps[name].command) if name in self.paper.steps else []
-        return any(word in self.row.names or self._is_own(word) for word in words)
+        return any(word in self.row.names or self._depends_on_row(word) for word in words)
 
     def _trains(self, name: str) -> bool:
         """Whether a step is a training or needs one."""
         step = self.paper.steps.get(name)
-        return step is not None and (step.command.startswith("train ") or any(map(self._trains, self._others(name))))
+        return step is not None and (step.command.startswith("train ") or any(map(self._trains, self._names(name))))
 
     def place(self, name: str) -> Path:
-        """The output of a step, or the file that takes its place; or a published file."""
+        """A published file, the output of a step, or the file that takes its place."""
         if name in self.paper.files:
             return self.data / self.paper.files[name].path
         step = self.paper.steps[name]
-        if self._has(step.instead):
+        if self.is_replaced(name):
             return self.place(step.instead)
-        seed = "" if self.seed is None or " seed=" in step.command or not self._trains(name) else f"_{self.seed}"
-        return self.output / f"{name}{f'_{self.name}' if self._is_own(name) else ''}{seed}"
+        row = f"_{self.name}" if self._depends_on_row(name) else ""
+        is_shared = self.seed is None or " seed=" in step.command or not self._trains(name)
+        return self.output / f"{name}{row}{'' if is_shared else f'_{self.seed}'}"
 
     def command(self, name: str) -> list[str]:
         """The words after e2e-vl."""
@@ -150,7 +152,7 @@ class Chain:
             word = names.get(found[1], found[1])
             if word in self.paper.steps or word in self.paper.files:
                 step, place = self.paper.steps.get(word), self.place(word)
-                return str(place / "best" if step is not None and step.best and not self._has(step.instead) else place)
+                return str(place / "best" if step is not None and step.best and not self.is_replaced(word) else place)
             return word if found[1] in names else found[0]
 
         words = [NAME.sub(fill, word) for word in shlex.split(self.steps[name].command)]
@@ -163,23 +165,35 @@ class Chain:
         """Published files that are not in the folder of the data."""
         return [file for name, file in self.files.items() if not self.place(name).exists()]
 
-    def describe(self) -> Iterator[str]:
-        """The lines of a dry run."""
-        row = self.row
-        yield f"{self.name}: {row.title}"
-        for name, number in row.numbers.items():
+    def describe(self, *, with_estimate: bool = False) -> Iterator[str]:
+        """The lines of a dry run, with the GPU memory and the hours to expect of trainings if wanted."""
+        yield f"{self.name}: {self.row.title}"
+        for name, number in self.row.numbers.items():
             yield f"  {name} {number.published}: {number.metric or 'the file for a server'} of {number.step}"
-        if row.from_memory:
+        if self.row.from_memory:
             yield "  These numbers are from memory: they were not compared with the paper."
         for order, (name, step) in enumerate(self.steps.items(), start=1):
             words = self.command(name)
             yield f"{order}. {name}{f' (or {self.place(step.instead)})' if step.instead else ''}"
             yield f"   e2e-vl {shlex.join(words)}"
             if words[0] == "train":
-                yield f"   {describe_training(load_config(words[2], words[3:]), step)}"
+                train = load_config(words[2], words[3:]).train
+                epochs = math.ceil((step.samples or 0) / train.images_per_batch)
+                steps = train.max_steps or math.ceil(train.epochs * epochs)
+                images, gpus = steps * train.images_per_batch, f"{step.processes} GPU{'s' * (step.processes > 1)}"
+                yield f"   {images:,} images in {steps:,} steps of {train.images_per_batch}, on {gpus}"
+                if with_estimate and step.samples:
+                    own = [word for word in words[3:] if "weights=" not in word]
+                    share = {"examples": step.samples, "epochs": images / step.samples, "gpus": step.processes}
+                    share |= {"boxes": step.boxes, "words": step.words}
+                    options = [f"--{key}={value}" for key, value in share.items()]
+                    call = [sys.executable, str(BENCHMARK), "estimate", "--config", words[2], *options, *own]
+                    found = subprocess.run(call, check=True, capture_output=True, text=True).stdout
+                    yield "   GFLOP of an example, GiB of each GPU, and hours on 1 / all GPUs in bf16, not measured:"
+                    yield from (f"   {line}" for line in found.splitlines() if "---" not in line)
         for file in self.missing():
             yield " ".join(["missing:", str(self.data / file.path), file.address, file.size, file.checksum]).rstrip()
-        differs = (*self.paper.differs, *(step.differs for step in self.steps.values()), row.differs)
+        differs = (*self.paper.differs, *(step.differs for step in self.steps.values()), self.row.differs)
         yield from (f"differs: {text}" for text in dict.fromkeys(filter(None, differs)))
 
     def run(self, launch: str) -> None:
@@ -187,23 +201,18 @@ class Chain:
         for name in self.steps:
             place, words = self.place(name), self.command(name)
             log = place.with_name(f"{place.name}.log")
-            if log.exists():
-                continue
-            log.parent.mkdir(parents=True, exist_ok=True)
-            words += ["--resume"] if words[0] == "train" and place.is_dir() else []
-            print(f"{name}: e2e-vl {shlex.join(words)}", flush=True)
-            with atomic_file(log) as part, part.open("w", encoding="utf-8") as file:
-                status = subprocess.run(
-                    [*shlex.split(launch), "-m", "e2e_vl", *words], check=False, stdout=file
-                ).returncode
-                if status != 0:
-                    raise UserError(f"The step {name} ended with status {status}; repeat the command to continue.")
+            if not log.exists():
+                log.parent.mkdir(parents=True, exist_ok=True)
+                words += ["--resume"] if words[0] == "train" and place.is_dir() else []
+                print(f"e2e-vl {shlex.join(words)}", flush=True)
+                with atomic_file(log) as part, part.open("w", encoding="utf-8") as file:
+                    call = [*shlex.split(launch), "-m", "e2e_vl", *words]
+                    if (status := subprocess.run(call, check=False, stdout=file).returncode) != 0:
+                        raise UserError(f"The step {name} ended with status {status}; repeat the command to continue.")
 
-    def measured(self, number: Number) -> float | None:
-        """A number after the run, in percent; None: from an evaluation server."""
+    def measured(self, number: Number) -> float:
+        """A number after the run, in percent."""
         place = self.place(number.step)
-        if not number.metric:
-            return None
         if (place / "metrics.json").exists():
             found = read_json(place / "metrics.json")
             return 100 * found.get("best", {}).get("metrics", found)[number.metric]  # absent if the last model is best
@@ -211,24 +220,9 @@ class Chain:
         return 100 * float(re.search(rf"^{re.escape(number.metric)} +([\d.]+)( |$)", printed, re.MULTILINE)[1])
 
 
-def describe_training(config: RunConfig, step: Step) -> str:
-    """Images and steps of a training."""
-    train = config.train
-    if step.samples is None:
-        return f"{train.max_steps or '?'} steps of {train.images_per_batch} images"
-    each = math.ceil(step.samples / train.images_per_batch)
-    steps = train.max_steps or math.ceil(train.epochs * each)
-    images = steps * train.images_per_batch
-    where = f" on {step.processes} GPUs" if step.processes > 1 else ""
-    return f"{images:,} images ({step.samples:,} an epoch) in {steps:,} steps of {train.images_per_batch}{where}"
-
-
 def read_paper(name: str) -> Paper:
-    path = PAPERS / f"{name}.yaml"
-    if not path.is_file():
-        known = ", ".join(sorted(one.stem for one in PAPERS.glob("*.yaml")))
-        raise MissingFileError(f"{path}: no such file; there is {known or 'none here: run this in the repository'}.")
-    return decode(read_yaml(path), Paper, str(path))
+    """Read a file of configs/reproduce."""
+    return decode(read_yaml(PAPERS / f"{name}.yaml"), Paper, name)
 
 
 @print_errors
@@ -236,8 +230,11 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser = make_parser(__doc__, prog)
     parser.add_argument("paper", help="name of a file in configs/reproduce")
     parser.add_argument("table", nargs="?", help="table or figure")
-    parser.add_argument("row", nargs="?", help="row of the table; all = each of them")
+    parser.add_argument("row", nargs="?", help="row of the table, or all")
     parser.add_argument("--dry-run", action="store_true", help="only print the chain")
+    parser.add_argument(
+        "--estimate", action="store_true", help="print GPU memory and hours (tools/benchmark.py estimate)"
+    )
     parser.add_argument("--data", type=Path, default=Path("DATA"), help="folder of the published files (default: DATA)")
     parser.add_argument("--output", type=Path, help="folder of the runs (default: runs/PAPER)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[None], help="seeds (default: those of the configs)")
@@ -249,32 +246,26 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     tables = {name: rows for name, rows in paper.tables.items() if args.table in (None, name)}
     if args.row is None:
         print(paper.title)
-        for table, rows in tables.items():
-            for name, row in rows.items():
-                numbers = ", ".join(f"{key} {number.published}" for key, number in row.numbers.items())
-                memory = " (from memory)" if row.from_memory else ""
-                print(f"{table:10s} {name:20s} {row.title}: {numbers}{memory}")
+        for table, name, row in ((table, *item) for table, rows in tables.items() for item in rows.items()):
+            numbers = ", ".join(f"{key} {number.published}" for key, number in row.numbers.items())
+            print(f"{table:10s} {name:20s} {row.title}: {numbers}{' (from memory)' if row.from_memory else ''}")
         return 0
     rows = {name: row for own in tables.values() for name, row in own.items() if args.row in ("all", name)}
     if not rows:
         raise UserError(f"{args.paper} has no such row; `e2e-vl reproduce {args.paper}` lists them.")
-    output = args.output or Path("runs") / args.paper
-    chains = [
-        [Chain(paper, name, row, args.data, output.absolute(), args.set, seed) for seed in args.seeds]
-        for name, row in rows.items()
-    ]
-    for chain, *_ in chains:
-        print("\n".join(chain.describe()))
-    if args.dry_run:
-        return 0
-    if missing := [file.path for chain, *_ in chains for file in chain.missing()]:
-        raise MissingFileError(f"{args.data} lacks {', '.join(dict.fromkeys(missing))}; see above.")
-    for own in chains:
-        for chain in own:
+    output = (args.output or Path("runs") / args.paper).absolute()
+    for name, row in rows.items():
+        chains = [Chain(paper, name, row, args.data, output, args.set, seed) for seed in args.seeds]
+        print("\n".join(chains[0].describe(with_estimate=args.estimate)))
+        if args.dry_run:
+            continue
+        if missing := chains[0].missing():
+            raise MissingFileError(f"{args.data} lacks {', '.join(file.path for file in missing)}; see above.")
+        for chain in chains:
             chain.run(args.launch)
-        for name, number in own[0].row.numbers.items():
-            values = [value for chain in own if (value := chain.measured(number)) is not None]
+        for key, number in row.numbers.items():
+            values = [chain.measured(number) for chain in chains] if number.metric else []
             mean = f"{statistics.mean(values):.2f}" if values else "see the file for the server"
             spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-            print(f"{own[0].name}: {name} {mean}{spread} (published: {number.published})")
+            print(f"{name}: {key} {mean}{spread} (published: {number.published})")
     return 0

@@ -8,6 +8,7 @@ import pytest
 
 from detector.io import write_json
 from e2e_vl.cli.reproduce import PAPERS, Chain, main, read_paper
+from e2e_vl.config import load_config
 
 ROWS = [
     (path.stem, table, row)
@@ -21,7 +22,7 @@ def chain_of(
     paper: str, table: str, row: str, data: Path, output: Path = Path("runs"), seed: int | None = None
 ) -> Chain:
     found = read_paper(paper)
-    return Chain(found, row, found.tables[table][row], data, Path("runs"), [], seed)
+    return Chain(found, row, found.tables[table][row], data, data / "runs", [], seed)
 
 
 @pytest.mark.parametrize(("paper", "table", "row"), ROWS)
@@ -31,10 +32,10 @@ def test_a_chain_goes_from_published_files_to_the_numbers(paper, table, row, tmp
     lines = "\n".join(chain.describe())
     for name in steps:
         assert not any("{output}" in word for word in chain.command(name))
-        assert all(steps.index(other) < steps.index(name) for other in chain._others(name) if other in chain.steps)
+        assert all(steps.index(other) < steps.index(name) for other in chain._names(name) if other in chain.steps)
     for number in chain.row.numbers.values():
         assert number.step in steps and str(number.published) in lines
-    assert [line for line in lines.splitlines() if line.startswith("missing")] and " ? steps" not in lines
+    assert len(chain.missing()) == sum(line.startswith("missing: ") for line in lines.splitlines())
 
 
 def test_a_published_file_takes_the_place_of_the_training_before_it(tmp_path):
@@ -46,7 +47,9 @@ def test_a_published_file_takes_the_place_of_the_training_before_it(tmp_path):
     short = chain_of("vl_bert", "1", "base", tmp_path, seed=3)
     assert list(short.steps) == ["q2a_base", "qa2r_base", "vcr_val_base"]
     words = short.command("q2a_base")
-    assert f"encoder.weights={file}" in words and "seed=3" in words and "output=runs/q2a_base_base_3" in words
+    assert (
+        f"encoder.weights={file}" in words and "seed=3" in words and f"output={tmp_path}/runs/q2a_base_base_3" in words
+    )
     assert "resnet" not in short.files and "resnet" in long.files
 
 
@@ -61,12 +64,39 @@ def test_an_output_is_of_one_command(tmp_path):
 def test_steps_go_on_from_the_best_model_whose_numbers_count(tmp_path):
     chain = chain_of("visual_bert", "7", "full_36", tmp_path)
     assert f"{tmp_path}/features/nlvr2/dev.h5" in chain.command("import_nlvr2_dev")
-    assert "encoder.weights=runs/some_task_nlvr2_full_36/best" in chain.command("finetune_nlvr2")
+    assert f"encoder.weights={tmp_path}/runs/some_task_nlvr2_full_36/best" in chain.command("finetune_nlvr2")
     chain.output, number = tmp_path, chain.row.numbers["dev"]
     chain.place(number.step).mkdir()
     for more, expected in (({}, 25.0), ({"best": {"step": 2, "metrics": {number.metric: 0.5}}}, 50.0)):
         write_json(chain.place(number.step) / "metrics.json", {number.metric: 0.25, **more})
         assert chain.measured(number) == expected
+
+
+def test_finished_steps_are_not_repeated_and_their_numbers_are_read(tmp_path):
+    chain = chain_of("vl_bert", "1", "none", tmp_path)
+    with pytest.raises(ValueError, match="The step q2a_base ended with status 1"):
+        chain.run("false")
+    chain.run("echo")
+    chain.run("false")
+    run, joint = (chain.place(name) for name in ("q2a_base", "vcr_val_base"))
+    assert f"output={run}" in run.with_name(f"{run.name}.log").read_text()
+    run.mkdir()
+    (run / "metrics.json").write_text('{"val/accuracy_gt_boxes": 0.5}')
+    joint.with_name(f"{joint.name}.log").write_text("val/QA->R_gt_boxes    0.5000\nval/Q->AR_gt_boxes    0.2500\n")
+    answers, _, both = chain.row.numbers.values()
+    assert (chain.measured(answers), chain.measured(both)) == (50, 25)
+
+
+def test_half_of_the_epochs_have_half_of_the_steps_and_the_same_shares_of_them(tmp_path):
+    """Table 4 of VL-BERT is fine-tuned for half as many epochs."""
+    full, half = chain_of("vl_bert", "1", "base", tmp_path), chain_of("vl_bert", "4", "full", tmp_path)
+    for name in ("q2a", "qa2r"):
+        one, other = (
+            load_config(words[2], words[3:]).train
+            for words in (full.command(f"{name}_base"), half.command(f"{name}_half"))
+        )
+        assert other.epochs == one.epochs / 2 and other.warmup_steps == one.warmup_steps / 2
+        assert other.decay_shares == one.decay_shares == [0.7, 0.9]
 
 
 def test_rows_are_listed_and_unknown_ones_refused(capsys):

@@ -32,7 +32,7 @@ from e2e_vl.text import build_vocabulary, load_tokenizer
 from tests.conftest import ROOT
 from tests.weights.starts import options, replaced
 
-SCENES = {"train": 4, "val": 2, "test": 2, "testA": 2, "testB": 2}
+SCENES = {"train": 4, "val": 2, "test": 2, "testA": 2, "testB": 2, "pretrain": 2, "detector": 2}
 VAL = ("val2014", "valminusminival2014", "minival2014")
 LINKS = {  # path in DATA -> file or folder of the drawn data
     "conceptual-captions": "conceptual",
@@ -178,6 +178,8 @@ def shrunk(config: RunConfig, data: Path) -> RunConfig:
     }
     if "masked_regions" in task.get("objectives", {}):
         task["objectives"]["masked_regions"]["classes"] = 7  # of drawn detections
+    if "min_answer_count" in task:
+        task["min_answer_count"] = 1
     width = (lxmert.FEATURE_DIM if config.encoder.name == "lxmert" else FEATURE_DIM) // 8
     resnets = RESNETS | {"RES2_OUT_CHANNELS": width, "WIDTH_PER_GROUP": width // 4}
     model = config.detector.overrides.get("MODEL", {}) | {"RESNETS": resnets}
@@ -188,7 +190,8 @@ def shrunk(config: RunConfig, data: Path) -> RunConfig:
         detector={"overrides": config.detector.overrides | {"MODEL": model}},
         encoder={"config": encoder | sizes, **starts["encoder"]},
         task={"config": task, **starts["task"]},
-        data={"vocabulary": bert, "resize": {"short_edge": [48], "long_edge": 64}, "canvas": None, "workers": 0},
+        data={"vocabulary": bert, "resize": {"short_edge": [48], "long_edge": 64}, "canvas": None, "workers": 0,
+              "synthetic": {}},
         train={"images_per_batch": 2, "accumulate": 1, "max_steps": 1, "epochs": 1.0, "warmup_steps": 0,
                "mixed_precision": "no", "trackers": []},
         eval={"every_epochs": 0.01 if config.train.keep_best else 0, "images_per_batch": 4, "report_pictures": 0},
