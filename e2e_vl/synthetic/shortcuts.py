@@ -7,7 +7,7 @@ begins with that and a slash. What is usual is counted in one half of the scenes
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ from e2e_vl.synthetic.vqa import vqa_scores
 METRIC = "best_shortcut"
 FILE = "shortcuts.json"
 _FOLDERS = {"refcoco": "refcoco+"}  # of data sets whose format has another name
+_ADJECTIVES = {*COLOURS, *TEXTURES, *SIZES}
 _Tries = Iterator[tuple[str, float]]  # a rule and its accuracy on one example
 
 
@@ -65,69 +66,45 @@ def _referring(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Tries:
             said, target = reference.expression, reference.target
             landmark = [] if said.anchor is None else _fitting(said.anchor, scene)
             fits = [i for i in _fitting(said.description, scene) if i not in landmark]
-            rules = {
-                "largest object": float(target == areas.argmax()),
-                "any that fits the first phrase": 1 / len(fits),
-                "largest that fits the first phrase": float(target == max(fits, key=areas.__getitem__)),
-                "nearest to the landmark": 1 / len(fits),
-                "farthest from the landmark": 1 / len(fits),
-            }
-            if landmark:
-                far = np.linalg.norm(centres - centres[landmark[0]], axis=1)
-                rules["nearest to the landmark"] = float(target == min(fits, key=far.__getitem__))
-                rules["farthest from the landmark"] = float(target == max(fits, key=far.__getitem__))
+            rules = {"largest object": float(target == areas.argmax()), "any that fits the first phrase": 1 / len(fits)}
+            rules["largest that fits the first phrase"] = float(target == max(fits, key=areas.__getitem__))
+            far = np.linalg.norm(centres - centres[landmark[0]], axis=1) if landmark else areas
+            for rule, choose in (("nearest to the landmark", min), ("farthest from the landmark", max)):
+                rules[rule] = float(target == choose(fits, key=far.__getitem__)) if landmark else 1 / len(fits)
             families = ("", f"{said.family}/") if said.operator else ("",)  # the first phrase can be all that is said
             yield from ((family + rule, score) for rule, score in rules.items() for family in families)
 
 
-def _usual(examples: Sequence[tuple[int, Sequence[str], Mapping[str, float]]]) -> Iterator[float]:
-    """The scores of the usual answers to (number of the scene, keys, scores of answers), by the first known key."""
-    halves: tuple[dict[str, Counter[str]], ...] = defaultdict(Counter), defaultdict(Counter)
-    for number, keys, scores in examples:
-        for key in keys:
-            halves[number % 2][key].update(scores)
-    for number, keys, scores in examples:
-        other = halves[1 - number % 2]
-        counts = next((other[key] for key in keys if key in other), Counter())
-        yield max((scores.get(answer, 0.0) for answer, _ in counts.most_common(1)), default=0.0)
-
-
 def _answering(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Tries:
-    asked = []  # scene, question, its kind, values to choose from, scores of answers
+    usual: list[dict[str, Counter[str]]] = [defaultdict(Counter), defaultdict(Counter)]
+    asked = []
     for scene in scenes:
-        if isinstance(scene.drawn, list):
-            values = {"colour": COLOURS, "shape": SHAPES}
-            asked += [
-                (scene, one["question"], one["kind"], values.get(one["kind"], ()), vqa_scores(one["answers"]))
-                for one in scene.drawn
-            ]
-        else:
-            asked += [
-                (scene, one["question"], one["types"]["detailed"], one["choices"], {one["answer"]: 1.0})
-                for one in scene.drawn["questions"]
-                if one["isBalanced"]
-            ]
-    by_kind = list(_usual([(scene.number, [kind], scores) for scene, _, kind, _, scores in asked]))
-    by_words = _usual([(scene.number, [words, kind], scores) for scene, words, kind, _, scores in asked])
-    for (scene, _, _, values, scores), usual, of_words in zip(asked, by_kind, by_words, strict=True):
+        for one in scene.drawn if isinstance(scene.drawn, list) else scene.drawn["questions"]:
+            if "answers" in one:
+                kind, scores = one["kind"], vqa_scores(one["answers"])
+                values = {"colour": COLOURS, "shape": SHAPES}.get(kind, ())
+            elif one["isBalanced"]:
+                kind, scores, values = one["types"]["detailed"], {one["answer"]: 1.0}, one["choices"]
+            else:
+                continue
+            usual[scene.number % 2][kind].update(scores)
+            asked.append((scene, kind, scores, values))
+    for scene, kind, scores, values in asked:
+        (guess, _), *_ = usual[1 - scene.number % 2][kind].most_common(1) or [("", 0)]
+        yield "usual answer to this kind of question", scores.get(guess, 0.0)
         shown = Counter(value for item in scene.objects for value in vars(item.appearance).values())
         seen = [value for value in values if shown[value]]
-        yield "usual answer to this kind of question", usual
-        yield "usual answer to these words", of_words
-        yield "most frequent value in the image", scores.get(max(seen, key=shown.get), 0.0) if seen else usual
+        yield "most frequent value in the image", scores.get(max(seen, key=shown.get) if seen else guess, 0.0)
 
 
 def _judging(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Tries:
-    sentences = []
-    for number, (pairs, said, labels) in draw_sets(scenes[0].split, scenes, recipe):
+    for _, (pairs, said, labels) in draw_sets(scenes[0].split, scenes, recipe):
         for column, sentence in enumerate(said):
             counts = [len(_fitting(sentence.description, other)) for other in scenes[:20]]  # imagined on the right
             for (left, _), row in zip(pairs, labels, strict=True):
                 here = len(_fitting(sentence.description, left))
                 likely = np.mean([sentence.predicate(here, there) for there in counts]) > 0.5
                 yield "left image alone", float(likely == row[column])
-                sentences.append((number, [sentence.words, sentence.family], {str(row[column]): 1.0}))
-    yield from (("usual label of the sentence", score) for score in _usual(sentences))
 
 
 def _choosing(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Tries:
@@ -139,13 +116,12 @@ def _choosing(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Tries:
             for kind, family in (("answer", ""), ("rationale", "rationale/")):
                 choices, label = question[f"{kind}_choices"], question[f"{kind}_label"]
                 named = [[looks[token[0]] for token in choice if isinstance(token, list)] for choice in choices]
-                said = [[word for word in choice if word in COLOURS] for choice in choices]
+                said = [[word for word in choice if isinstance(word, str)] for choice in choices]
                 colours = [[*own, *(one.colour for one in ones)] for own, ones in zip(said, named, strict=True)]
                 rules = {
                     "first choice": [1, 0, 0, 0],
                     "longest choice": [len(choice) for choice in choices],
                     "most frequent colour in the image": [sum(counts[one] for one in own) for own in colours],
-                    "colour of several objects": [sum(counts[one] > 1 for one in own) for own in colours],
                     "object of the same shape": [any(one.shape == looks[asked].shape for one in own) for own in named],
                 }
                 for rule, scores in rules.items():
@@ -157,21 +133,13 @@ def _grounding(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Tries:
     for scene in scenes:
         looks = [set(vars(item.appearance).values()) for item in scene.objects]
         for phrase in (part for caption in scene.drawn for part in caption if not isinstance(part, str)):
-            words = phrase.words.split() if phrase.objects else ()
-            for name, said in (
-                ("noun", {nouns[word] for word in words if word in nouns}),
-                ("adjectives", {*COLOURS, *TEXTURES, *SIZES}.intersection(words)),
-            ):
+            words = phrase.words.split()
+            noun, adjectives = {nouns[one] for one in words if one in nouns}, _ADJECTIVES.intersection(words)
+            for rule, said in (("any that fits the noun", noun), ("any that fits the adjectives", adjectives)):
                 fits = [index in phrase.objects for index, own in enumerate(looks) if said <= own]
                 if phrase.objects:
-                    yield f"any that fits the {name}", sum(fits) / len(fits)
+                    yield rule, sum(fits) / len(fits)
 
 
-_RULES = {
-    "refcoco+": _referring,
-    "vqa": _answering,
-    "gqa": _answering,
-    "nlvr2": _judging,
-    "vcr": _choosing,
-    "flickr30k": _grounding,
-}
+_QUESTIONS = {"vqa": _answering, "gqa": _answering, "vcr": _choosing}
+_RULES = {"refcoco+": _referring, "nlvr2": _judging, "flickr30k": _grounding, **_QUESTIONS}

@@ -16,20 +16,17 @@ BOUNDS = {  # format -> rule -> most that it may reach, also in each family
         "first choice": 0.3,
         "longest choice": 0.3,
         "most frequent colour in the image": 0.35,
-        "colour of several objects": 0.35,
         "object of the same shape": 0.35,
     },
     "vqa": {
         "usual answer to this kind of question": 0.42,
-        "usual answer to these words": 0.42,
         "most frequent value in the image": 0.56,
     },
     "gqa": {
         "usual answer to this kind of question": 0.45,
-        "usual answer to these words": 0.45,
         "most frequent value in the image": 0.6,
     },
-    "nlvr2": {"left image alone": 0.75, "usual label of the sentence": 0.55},
+    "nlvr2": {"left image alone": 0.75},
     "flickr30k": {"any that fits the noun": 0.58, "any that fits the adjectives": 0.75},
     "refcoco+": {
         "largest object": 0.25,
