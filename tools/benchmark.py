@@ -119,11 +119,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     on_cpu = arguments.device.type == "cpu"
     os.environ["ACCELERATE_USE_CPU"] = str(on_cpu).lower()
-    machine = {
-        "device": platform.processor() or "cpu" if on_cpu else torch.cuda.get_device_name(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-    }
+    device = platform.processor() or "cpu" if on_cpu else torch.cuda.get_device_name()
+    machine = {"device": device, "threads": torch.get_num_threads(), "torch": torch.__version__}
     result = {"machine": machine, "command": words}
     if own.against is not None:
         result |= compare_checkouts(words, own.against.resolve(), own.pairs)
@@ -139,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     if own.output is not None:
         write_json(own.output, result)
     if own.chart is not None:
-        draw(result["cases"], f"{arguments.command} on {machine['device']}", own.chart)
+        draw(result["cases"], f"{arguments.command} on {device}", own.chart)
     return 0
 
 
@@ -562,7 +559,7 @@ def estimate(arguments: argparse.Namespace) -> Iterator[str]:
         passes, cells = recipe["examples"] * arguments.epochs / number, []
         for rates in table["gpus"].values():
             hours = roofline.seconds(*rates) / table["share"] * passes / 3600
-            both = (hours, hours / arguments.gpus / table["scaling"])
+            both = (hours, hours / (1 + (arguments.gpus - 1) * table["scaling"]))
             cells.append(" / ".join(f"{one:.{1 + (one < 1)}f}" for one in both))
         gflop = sum(flops for flops, _ in roofline.operations) / number / 1e9
         name = f"{path.parent.name}/{path.stem}"
