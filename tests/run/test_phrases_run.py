@@ -200,12 +200,14 @@ def test_names_as_phrases(folder, tmp_path):
     [image] = example.images
     assert image.image_transform.flipped and len(example.texts) == 4
     for text in example.texts:
-        stated = {name: tuple(box) for name, box in text.record["named_boxes"]}
+        stated: dict[str, list] = {}  # several objects may have one name
+        for name, named in text.record["named_boxes"]:
+            stated.setdefault(name, []).append(named)
         assert len(text.phrases.spans) == len(text.phrases.boxes) > 0
         for (first, end), box in zip(text.phrases.spans, text.phrases.boxes, strict=True):
             start, stop = text.phrases.offsets[first][0], text.phrases.offsets[end - 1][1]
-            ours = image.image_transform.transform_boxes(np.array([stated[text.phrases.words[start:stop]]]))
-            torch.testing.assert_close(torch.tensor(box), torch.tensor(ours, dtype=torch.float32), atol=1.5, rtol=0)
+            ours = image.image_transform.transform_boxes(np.array(stated[text.phrases.words[start:stop]]))
+            assert (np.abs(np.asarray(box) - ours).max(axis=1) <= 1.5).any()
 
 
 # Every encoder

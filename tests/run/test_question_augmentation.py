@@ -59,7 +59,7 @@ def accuracy(data: Path, run: Path, split: str) -> float:
             f"data={{train_split: {split}, vocabulary: null, workers: 0, texts_per_image: 2}}",
             "data.boxes.max_precomputed=2",
             f"encoder.config={{{NARROW}, l_layers: 1, r_layers: 1, x_layers: 1, initializer_range: 0.2}}",
-            "train={images_per_batch: 4, max_steps: 90, lr: 2.0e-3, optimizer: adamw, keep_best: null}",
+            "train={images_per_batch: 8, max_steps: 120, lr: 2.0e-3, optimizer: adamw, keep_best: null}",
             "eval={every_epochs: 0, images_per_batch: 60}",
         ],
     )
