@@ -73,6 +73,7 @@ from e2e_vl.run.evaluate import predict_texts
 from e2e_vl.run.launch import make_accelerator
 from e2e_vl.run.train import Trainer
 from e2e_vl.structures import Batch, RegionLabels, TextBatch
+from e2e_vl.tasks.config import MaskedRegionsConfig, ObjectLabelsConfig, RegionFeaturesConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -529,7 +530,9 @@ def count_pass(config: RunConfig, boxes: int, words: int, gpus: int) -> tuple[Ro
     )
     precision = mock.patch("torch.is_autocast_enabled", lambda *_: False)
     with values, pool, precision, sdpa_kernel(SDPBackend.MATH), Roofline() as roofline:
-        if getattr(config.task.config, "teacher", "file") != "file":
+        predict = (MaskedRegionsConfig, ObjectLabelsConfig, RegionFeaturesConfig)  # regions, which a teacher labels
+        objectives = getattr(config.task.config, "objectives", {}).values()
+        if any(isinstance(one, predict) and one.weight for one in objectives) and config.task.config.teacher != "file":
             with torch.no_grad():
                 model.detector(batch.images, batch.boxes)
         with torch.autograd.graph.saved_tensors_hooks(save, lambda one: one):

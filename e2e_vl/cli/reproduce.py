@@ -188,9 +188,11 @@ class Chain:
                     share |= {"boxes": step.boxes, "words": step.words}
                     options = [f"--{key}={value}" for key, value in share.items()]
                     call = [sys.executable, str(BENCHMARK), "estimate", "--config", words[2], *options, *own]
-                    found = subprocess.run(call, check=True, capture_output=True, text=True).stdout
+                    done = subprocess.run(call, check=False, stdout=subprocess.PIPE, text=True)
+                    if done.returncode != 0:
+                        raise UserError(f"There is no estimate of the step {name}, see above; leave out --estimate.")
                     yield "   GFLOP of an example, GiB of each GPU, and hours on 1 / all GPUs in bf16, not measured:"
-                    yield from (f"   {line}" for line in found.splitlines() if "---" not in line)
+                    yield from (f"   {line}" for line in done.stdout.splitlines() if "---" not in line)
         for file in self.missing():
             yield " ".join(["missing:", str(self.data / file.path), file.address, file.size, file.checksum]).rstrip()
         differs = (*self.paper.differs, *(step.differs for step in self.steps.values()), self.row.differs)
@@ -206,7 +208,8 @@ class Chain:
                 words += ["--resume"] if words[0] == "train" and place.is_dir() else []
                 print(f"e2e-vl {shlex.join(words)}", flush=True)
                 with atomic_file(log) as part, part.open("w", encoding="utf-8") as file:
-                    call = [*shlex.split(launch), "-m", "e2e_vl", *words]
+                    start = [sys.executable] if words[0] == "import-features" else shlex.split(launch)  # one process
+                    call = [*start, "-m", "e2e_vl", *words]
                     if (status := subprocess.run(call, check=False, stdout=file).returncode) != 0:
                         raise UserError(f"The step {name} ended with status {status}; repeat the command to continue.")
 
@@ -244,6 +247,8 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     args = parser.parse_args(argv)
     paper = read_paper(args.paper)
     tables = {name: rows for name, rows in paper.tables.items() if args.table in (None, name)}
+    if not tables:
+        raise UserError(f"{args.paper} has no table {args.table}; `e2e-vl reproduce {args.paper}` lists the tables.")
     if args.row is None:
         print(paper.title)
         for table, name, row in ((table, *item) for table, rows in tables.items() for item in rows.items()):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
@@ -104,3 +106,13 @@ def test_rows_are_listed_and_unknown_ones_refused(capsys):
     assert "Q->AR val 55.2" in capsys.readouterr().out
     assert main(["vl_bert", "1", "nothing"]) == main(["no_paper"]) == 2
     assert "no such row" in capsys.readouterr().err
+    assert main(["vl_bert", "base"]) == 2, "a row without its table"
+    assert "no table base" in capsys.readouterr().err
+
+
+def test_features_are_imported_by_one_process(tmp_path, monkeypatch):
+    chain, calls = chain_of("vl_bert", "2", "none", tmp_path), []
+    monkeypatch.setattr("subprocess.run", lambda call, **_: calls.append(call) or CompletedProcess(call, 0))
+    chain.run("accelerate launch")
+    starts = {call[call.index("e2e_vl") + 1]: call[0] for call in calls}
+    assert starts == {"import-features": sys.executable, "train": "accelerate", "predict": "accelerate"}

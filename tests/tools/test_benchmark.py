@@ -173,3 +173,10 @@ def test_hours_grow_with_examples_and_epochs(capsys):
         cells = capsys.readouterr().out.splitlines()[-1].split("|")
         hours.append(float(cells[5].split("/")[0]))
     assert cells[1].strip() == "vqa/vl_bert_base" and hours[1] == pytest.approx(6 * hours[0], rel=0.1)
+
+
+def test_no_teacher_is_counted_where_no_region_is_predicted(capsys):
+    """R2C's network, which needs classes, is not asked for labels."""
+    config = ["--config", str(ROOT / "configs" / "pretraining" / "visual_bert_coco_vcr.yaml")]
+    assert tool.main(["estimate", *config, "--examples", "100"]) == 0
+    assert "pretraining/visual_bert_coco_vcr" in capsys.readouterr().out
