@@ -115,6 +115,8 @@ def main(argv: list[str] | None = None) -> int:
     own, words = outer.parse_known_args(argv)
     arguments = parser.parse_intermixed_args(words)  # settings may stand between options
     if arguments.command == "estimate":
+        if (arguments.examples is None) != (arguments.config == parser.get_default("config")):
+            parser.error("estimate needs both of --config and --examples, or neither")
         for line in estimate(arguments):
             print(line, flush=True)
         return 0

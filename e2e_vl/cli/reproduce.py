@@ -181,7 +181,7 @@ class Chain:
                 epochs = math.ceil((step.samples or 0) / train.images_per_batch)
                 steps = train.max_steps or math.ceil(train.epochs * epochs)
                 images, gpus = steps * train.images_per_batch, f"{step.processes} GPU{'s' * (step.processes > 1)}"
-                yield f"   {images:,} images in {steps:,} steps of {train.images_per_batch}, on {gpus}"
+                yield f"   {images:,} examples in {steps:,} steps of {train.images_per_batch}, on {gpus}"
                 if with_estimate and step.samples:
                     own = [word for word in words[3:] if "weights=" not in word]
                     share = {"examples": step.samples, "epochs": images / step.samples, "gpus": step.processes}
@@ -199,15 +199,20 @@ class Chain:
         yield from (f"differs: {text}" for text in dict.fromkeys(filter(None, differs)))
 
     def run(self, launch: str) -> None:
-        """Run the steps that are not finished; when one is, OUTPUT/STEP.log has what it printed."""
+        """Run the steps that are not finished; when one is, OUTPUT/STEP.log has its command and what it printed."""
         for name in self.steps:
             place, words = self.place(name), self.command(name)
-            log = place.with_name(f"{place.name}.log")
+            log, command = place.with_name(f"{place.name}.log"), f"e2e-vl {shlex.join(words)}"
+            if log.exists() and log.read_text("utf-8").partition("\n")[0] != command:
+                raise UserError(
+                    f"{log} does not begin with `{command}`, so it is of another command: choose another --output."
+                )
             if not log.exists():
                 log.parent.mkdir(parents=True, exist_ok=True)
                 words += ["--resume"] if words[0] == "train" and place.is_dir() else []
                 print(f"e2e-vl {shlex.join(words)}", flush=True)
                 with atomic_file(log) as part, part.open("w", encoding="utf-8") as file:
+                    print(command, file=file, flush=True)
                     start = [sys.executable] if words[0] == "import-features" else shlex.split(launch)  # one process
                     call = [*start, "-m", "e2e_vl", *words]
                     if (status := subprocess.run(call, check=False, stdout=file).returncode) != 0:

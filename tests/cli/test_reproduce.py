@@ -80,6 +80,10 @@ def test_finished_steps_are_not_repeated_and_their_numbers_are_read(tmp_path):
         chain.run("false")
     chain.run("echo")
     chain.run("false")
+    chain.settings = ["train.lr=1"]
+    with pytest.raises(ValueError, match="choose another --output"):
+        chain.run("echo")
+    chain.settings = []
     run, joint = (chain.place(name) for name in ("q2a_base", "vcr_val_base"))
     assert f"output={run}" in run.with_name(f"{run.name}.log").read_text()
     run.mkdir()
