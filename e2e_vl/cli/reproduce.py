@@ -204,9 +204,7 @@ class Chain:
             place, words = self.place(name), self.command(name)
             log, command = place.with_name(f"{place.name}.log"), f"e2e-vl {shlex.join(words)}"
             if log.exists() and log.read_text("utf-8").partition("\n")[0] != command:
-                raise UserError(
-                    f"{log} does not begin with `{command}`, so it is of another command: choose another --output."
-                )
+                raise UserError(f"{log} does not begin with `{command}`: choose another --output.")
             if not log.exists():
                 log.parent.mkdir(parents=True, exist_ok=True)
                 words += ["--resume"] if words[0] == "train" and place.is_dir() else []
