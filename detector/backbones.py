@@ -148,15 +148,15 @@ class ConvNorm(nn.Conv2d):
         """The weight with the frozen norm folded in, and the norm."""
         norm, device = self.norm, self.weight.device
         dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else self.weight.dtype
-        if self.affine is None or (self.affine.scale.device, self.affine.cast_bias.dtype) != (device, dtype):
+        is_trained = self.weight.requires_grad
+        known = self.affine and (self.affine.scale.device, self.affine.cast_bias.dtype, self.affine.weight is None)
+        if known != (device, dtype, is_trained):
             with torch.inference_mode(False):  # what is kept serves training too
                 scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
                 bias = norm.bias - norm.running_mean * scale
-                weight = None if self.weight.requires_grad else (self.weight * scale[:, None, None, None]).to(dtype)
+                weight = None if is_trained else (self.weight * scale[:, None, None, None]).to(dtype)
                 self.affine = FrozenAffine(scale, bias, bias.to(dtype), weight)
-        weight = self.affine.weight
-        if weight is None or self.weight.requires_grad:
-            weight = self.weight * self.affine.scale[:, None, None, None]
+        weight = self.weight * self.affine.scale[:, None, None, None] if is_trained else self.affine.weight
         return weight, self.affine
 
     def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

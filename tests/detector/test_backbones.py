@@ -69,6 +69,16 @@ def test_the_affine_map_of_a_frozen_norm_follows_loaded_weights_and_the_dtype():
     torch.testing.assert_close(conv.double()(image.double()).float(), other(image))
 
 
+def test_a_convolution_that_is_trained_between_two_freezes_uses_its_new_weight():
+    conv, image = ConvNorm(2, 3, 1, norm="FrozenBN").requires_grad_(False), torch.rand(1, 2, 4, 4)
+    before = conv(image)
+    conv.requires_grad_(True)(image)
+    with torch.no_grad():
+        conv.weight.mul_(2)
+    conv.requires_grad_(False)
+    torch.testing.assert_close(conv(image), 2 * before)
+
+
 def test_a_frozen_convolution_is_folded_once_until_it_is_loaded_or_trained():
     conv, other = (ConvNorm(2, 3, 1, norm="FrozenBN").requires_grad_(False) for _ in range(2))
     image = torch.rand(1, 2, 4, 4)
