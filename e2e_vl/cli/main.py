@@ -65,6 +65,7 @@ COMMANDS = {
     "import-features": ("import_features:main", "convert published region features"),
     "analyze-attention": ("analyze_attention:main", "measure what attention heads ground"),
     "convert": ("convert:main", "convert published weights, or export a trained run to an official format"),
+    "convert-annotations": ("convert_annotations:main", "convert the export of an annotation tool to training data"),
     "reproduce": ("reproduce:main", "run the chain of commands that leads to a row of a paper's table"),
     "synthesize": ("synthesize:main", "draw a data set of scenes in the official formats"),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from msgspec import Meta, field
@@ -40,6 +40,7 @@ class _Annotation(Record):
     iscrowd: Literal[0, 1] | bool | None = 0
     attribute_ids: list[Id] = field(default_factory=list)
     area: Annotated[float, Meta(ge=0)] | None = None
+    attributes: dict[str, Any] = field(default_factory=dict)  # CVAT's
 
 
 class _NamedId(Record):
@@ -47,7 +48,9 @@ class _NamedId(Record):
     name: Words
 
 
-class _InstancesFile(Record):
+class InstancesFile(Record):
+    """COCO's JSON."""
+
     images: list[_Image]
     annotations: list[_Annotation]
     categories: list[_NamedId]
@@ -87,7 +90,7 @@ class CocoInstances:
 
     def __init__(self, path: str | Path) -> None:
         self.path = user_path(path)
-        content = read_json(self.path, _InstancesFile)
+        content = read_json(self.path, InstancesFile)
         self.category_ids, self.class_names = self._names(content.categories, "category")
         attribute_ids, self.attribute_names = self._names(content.attributes, "attribute")
         class_of = {category: index for index, category in enumerate(self.category_ids)}

@@ -45,6 +45,7 @@ REQUIRED = {
     "import-features": "ban x --ids x --output x",
     "analyze-attention": "--run x",
     "convert": "x --output x",
+    "convert-annotations": "x --output x",
     "reproduce": "x",
     "synthesize": "--output x",
 }
