@@ -33,7 +33,7 @@ from detector.config import (
     SelectionRule,
     merge,
 )
-from detector.errors import UserError, user_path
+from detector.errors import MissingFileError, UserError, user_path
 from detector.io import decode_yaml, read_yaml, write_text
 from detector.zoo import PublishedWeights, resolve_weights
 from e2e_vl.parts import DATASETS, DETECTORS, ENCODERS, TASKS, Settings, check_name, set_part_config
@@ -395,6 +395,7 @@ class ExtractionSettings:
 # Reading and writing settings.
 
 
+CONFIGS = (Path(__file__).parent / "configs").resolve()  # of the repository, or of the installed package
 INPUTS = (  # keys that name existing files or folders, see `load_config`
     *("detector.config", "detector.weights", "encoder.weights", "encoder.fallback_weights"),
     *("task.weights", "task.fallback_weights", "task.config.answers", "phrases.weights"),
@@ -403,18 +404,33 @@ INPUTS = (  # keys that name existing files or folders, see `load_config`
 Tree = dict[str, Any]  # nested settings, as in YAML
 
 
+def find_config(name: str | Path) -> Path:
+    """A config file: a path, or the name of a config that comes along, such as demo/refcoco; `.yaml` may be omitted."""
+    path = user_path(name, "The config")
+    for place in (Path(), CONFIGS.parent, CONFIGS):
+        if found := next((one for one in (place / path, place / f"{path}.yaml") if one.is_file()), None):
+            return found
+    written = str(path.with_suffix("")).removeprefix("configs/")
+    names = [str(one.relative_to(CONFIGS).with_suffix("")) for one in sorted(CONFIGS.glob("*/*.yaml"))]
+    names += [str(one) for one in sorted(path.parent.glob("*.yaml"))]
+    close = difflib.get_close_matches(written, names) or [one for one in names if Path(one).name == path.stem]
+    hint = f"did you mean {' or '.join(close)}?" if close else f"give a path, or the name of a file in {CONFIGS}."
+    raise MissingFileError(f"{name}: there is no such config; {hint}")
+
+
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Read a run's settings.
 
     Relative paths under the keys in `INPUTS` work from any directory: a path in a YAML file that does not exist in the
-    working directory is searched for in the folder of that file, then in its parents. Paths that are found nowhere, and
-    paths from the command line, do not change.
+    working directory is searched for in the folder of that file, then in its parents, then beside `CONFIGS`. Paths that
+    are found nowhere, and paths from the command line, do not change.
 
     Args:
-        path: YAML file; its `base:` key names a file (relative to it) with the settings that it overrides.
+        path: YAML file, see `find_config`; its `base:` key names a file with the settings that it overrides, relative
+            to it or as in `find_config`.
         overrides: `key=value` arguments; dots separate the levels (`train.lr=1e-5`).
     """
-    path = Path(path)
+    path = find_config(path)
     default = _nest("detector.config", DetectorSettings().config)
     layers = [(str(path), _with_found_inputs(default, path.parent)), *_read_layers(path)]
     layers += [(f"Command line: {word}", parse_override(word)) for word in overrides]
@@ -459,7 +475,9 @@ def _read_layers(path: Path) -> list[tuple[str, Tree]]:
     """The settings of a file and of its base files, the innermost base first, each with its file name."""
     tree = dict(read_yaml(path) or {})
     base = tree.pop("base", None)
-    below = [] if base is None else _read_layers(path.parent / base)
+    below = (
+        [] if base is None else _read_layers(beside if (beside := path.parent / base).is_file() else find_config(base))
+    )
     return [*below, (str(path), _with_found_inputs(tree, path.parent))]
 
 
@@ -479,7 +497,7 @@ def _with_found_inputs(tree: Tree, folder: Path) -> Tree:
         written = _get(tree, key.split("."))
         if not isinstance(written, str) or Path(written).is_absolute() or written.startswith("~"):
             continue
-        places = (Path(), folder.resolve(), *folder.resolve().parents)
+        places = (Path(), folder.resolve(), *folder.resolve().parents, CONFIGS.parent)
         found = next((place / written for place in places if exists(place / written)), None)
         if found is not None and found.is_absolute():
             tree = merge(tree, _nest(key, str(found)))
@@ -577,7 +595,7 @@ def _find_source(key: str, layers: list[tuple[str, Tree]]) -> str:
 def read_detector_config(settings: DetectorSettings) -> DetectorConfig:
     """Read the Detectron2 YAML file (or that of published weights), with `detector.overrides`."""
     published = resolve_weights(settings.config)
-    path = published.config_path if isinstance(published, PublishedWeights) else published
+    path = published.config_path if isinstance(published, PublishedWeights) else find_config(published)
     if not settings.overrides:
         return DetectorConfig.from_yaml(path)
     # not `resolve`: the cache of the Hugging Face hub links to files without an extension

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from detector.errors import MissingFileError
 from e2e_vl.config import (
+    CONFIGS,
     BoxSource,
     DetectorSettings,
     ResizeSettings,
     TrainSettings,
     differences,
+    find_config,
     load_config,
     read_detector_config,
     save_config,
@@ -226,3 +229,24 @@ def test_the_detector_file_with_overrides():
     assert changed.resnet == plain.resnet
     published = read_detector_config(DetectorSettings(config="torchvision/fasterrcnn_resnet50_fpn_v2-coco"))
     assert published.input.format == "RGB" and published.roi_heads.num_classes == 90
+
+
+@pytest.mark.parametrize(
+    "name", ["demo/refcoco", "demo/refcoco.yaml", "configs/demo/refcoco", CONFIGS / "demo/refcoco"]
+)
+def test_configs_that_come_along_are_found_by_name_from_anywhere(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_config(name) == CONFIGS / "demo" / "refcoco.yaml"
+    own = write(tmp_path / "own" / "run.yaml", "base: demo/refcoco\ndetector: {config: configs/detector/tiny_fpn.yaml}")
+    config = load_config(own)
+    assert config.encoder.config.hidden_size == 128 and config.detector.config == f"{CONFIGS}/detector/tiny_fpn.yaml"
+    read_detector_config(load_config(own, ["detector.config=detector/tiny"]).detector)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("demo/refcco", "demo/refcoco"), ("configs/demo/refcco.yaml", "demo/refcoco"), ("refcoco.yml", "demo/refcoco")],
+)
+def test_a_mistyped_config_says_what_is_close(name, near):
+    with pytest.raises(MissingFileError, match=f"{name}: there is no such config; did you mean .*{near}"):
+        find_config(name)

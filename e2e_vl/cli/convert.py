@@ -42,7 +42,7 @@ from detector.config import EXPECTED_PARTS
 from detector.errors import UserError
 from detector.io import atomic_files, write_text
 from e2e_vl.cli.main import make_parser, print_errors
-from e2e_vl.config import load_config
+from e2e_vl.config import find_config, load_config
 
 
 @print_errors
@@ -76,7 +76,7 @@ def convert(weights: Path, config: Path, output: Path, expect: str) -> None:
     from detector.config import DetectorConfig
     from detector.faster_rcnn import FasterRCNN
 
-    detector = FasterRCNN(DetectorConfig.from_yaml(config))
+    detector = FasterRCNN(DetectorConfig.from_yaml(find_config(config)))
     report = load_checkpoint(detector, weights, expect=expect)
     print(report)
     is_folder = output.suffix not in (".pth", ".safetensors")

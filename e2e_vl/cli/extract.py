@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from detector.config import BACKENDS, SelectionRule
-from detector.errors import MissingFileError, UserError
+from detector.errors import UserError
 from detector.io import atomic_file, write_json
 from e2e_vl.cli.main import make_parser, print_errors
-from e2e_vl.config import DEFAULT_SELECTIONS, DISPLAY_SELECTION, ExtractionSettings
+from e2e_vl.config import DEFAULT_SELECTIONS, DISPLAY_SELECTION, DetectorSettings, ExtractionSettings
 from e2e_vl.data.features import FORMATS
 from e2e_vl.io import write_png
 from e2e_vl.samples import Question
@@ -28,7 +28,6 @@ from e2e_vl.samples import Question
 if TYPE_CHECKING:  # at run time it would import torch
     from e2e_vl.extraction.regions import LoadedDetector
 
-DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "detector" / "R_101_C4.yaml"
 ONE_IMAGE = """Describe the regions of one image, and find what a phrase refers to.
 
     e2e-vl extract IMAGE --output DIR
@@ -92,11 +91,6 @@ def add_detector_options(parser: argparse.ArgumentParser, max_proposals: int | N
 
 def load_source(args: argparse.Namespace) -> LoadedDetector:
     """Load the detector of `--detector`, of `--run`, or of `--config` and `--weights`."""
-    if not (args.detector or args.run or args.config or DEFAULT_CONFIG.is_file()):
-        raise MissingFileError(
-            f"The default detector's config, {DEFAULT_CONFIG}, is in a clone of the project but not in the installed "
-            "package; choose a detector with --detector, --config or --run."
-        )
     from e2e_vl.extraction.regions import detector_of_run, find_detector, open_detector  # late: imports torch
 
     common = {"backend": args.backend, "max_proposals": args.max_proposals}
@@ -104,7 +98,7 @@ def load_source(args: argparse.Namespace) -> LoadedDetector:
         return find_detector(args.detector, args.config, **common)
     if args.run is not None:
         return detector_of_run(args.run, **common)
-    return open_detector(args.config or DEFAULT_CONFIG, args.weights, seed=args.seed, **common)
+    return open_detector(args.config or DetectorSettings().config, args.weights, seed=args.seed, **common)
 
 
 # One image

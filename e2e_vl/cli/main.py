@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from detector.errors import DiskError, StoppedRunError, UserError
+from e2e_vl import __version__
 
 # errors whose message is shown without a traceback
 EXPECTED_ERRORS = (UserError, DiskError, ChildProcessError, ConnectionError, FloatingPointError, MemoryError)
@@ -75,6 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the named command; returns its exit status."""
     words = sys.argv[1:] if argv is None else argv
     parser = make_parser(__doc__, "e2e-vl")
+    parser.add_argument("--version", action="version", version=f"e2e-vl {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, text) in COMMANDS.items():
         subparsers.add_parser(name, help=text, add_help=False)

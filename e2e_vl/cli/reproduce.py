@@ -27,10 +27,10 @@ import msgspec
 from detector.errors import MissingFileError, UserError
 from detector.io import atomic_file, read_json, read_yaml
 from e2e_vl.cli.main import make_parser, print_errors
-from e2e_vl.config import load_config
+from e2e_vl.config import CONFIGS, find_config, load_config
 from e2e_vl.parts import Settings, decode
 
-PAPERS = Path(__file__).parents[2] / "configs" / "reproduce"
+PAPERS = CONFIGS / "reproduce"
 BENCHMARK = Path(__file__).parents[2] / "tools" / "benchmark.py"
 NAME = re.compile(r"\{(\w+)\}")  # in a command
 
@@ -228,7 +228,7 @@ class Chain:
 
 def read_paper(name: str) -> Paper:
     """Read a file of configs/reproduce."""
-    return decode(read_yaml(PAPERS / f"{name}.yaml"), Paper, name)
+    return decode(read_yaml(find_config(f"reproduce/{name}")), Paper, name)
 
 
 @print_errors
@@ -248,6 +248,8 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     launch = "command that starts Python, such as 'accelerate launch --num_processes 4' (default: this Python)"
     parser.add_argument("--launch", default=shlex.quote(sys.executable), metavar="COMMAND", help=launch)
     args = parser.parse_args(argv)
+    if args.estimate and not BENCHMARK.is_file():
+        raise MissingFileError("--estimate needs tools/benchmark.py, which is only in a clone of the repository.")
     paper = read_paper(args.paper)
     tables = {name: rows for name, rows in paper.tables.items() if args.table in (None, name)}
     if not tables:

@@ -26,7 +26,7 @@ from detector.images import ResizeRule, load_resized, make_image_batch, normalis
 from detector.roi_pooler import to_rois
 from detector.structures import FeatureMaps, ImageBatch, RoIFeatures
 from detector.zoo import PublishedWeights, find_published_weights, read_vocabulary, resolve_weights
-from e2e_vl.config import ExtractionSettings, load_config
+from e2e_vl.config import ExtractionSettings, find_config, load_config
 from e2e_vl.data.features import RegionFeatures
 from e2e_vl.data.user_inputs import GivenBoxes, require_inside
 from e2e_vl.examples import ImageTransform
@@ -271,7 +271,7 @@ def open_detector(
     """
     backend = backend or "builtin"
     cls = DETECTORS[backend].cls
-    settings = DetectorConfig.from_yaml(config)
+    settings = DetectorConfig.from_yaml(find_config(config))
     weights = None if weights is None else find_weights(weights)  # before the network is built, which takes seconds
     if max_proposals is not None:
         changes = {"MODEL.RPN.POST_NMS_TOPK_TEST": min(settings.rpn.post_nms_topk_test, max_proposals)}
@@ -297,7 +297,7 @@ def find_detector(
     Args:
         source: the name of published weights, see `detector.zoo`; a run directory or saved model folder; a
             folder with `config.yaml` and `model.safetensors`; or any weights file that `load_checkpoint` reads.
-        config: Detectron2 YAML file; needed for a file without one.
+        config: Detectron2 YAML file, see `find_config`; needed for a file without one.
         backend, max_proposals: as in `open_detector`; for a run, the backend defaults to the run's.
     """
     weights, published, rounding = resolve_weights(source), None, "detectron2"

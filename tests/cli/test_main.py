@@ -11,8 +11,9 @@ import sys
 import pytest
 
 from detector.errors import StoppedRunError, UserError
+from e2e_vl import __version__
 from e2e_vl.cli import explore, synthesize
-from e2e_vl.cli.main import COMMANDS, print_errors
+from e2e_vl.cli.main import COMMANDS, main, print_errors
 from e2e_vl.config import load_config, save_config
 from tests.conftest import ROOT
 
@@ -56,6 +57,7 @@ WRONG = {  # words after e2e-vl -> part of the one sentence
     f"train --config {TINY} detector.overrides.MODEL.RESNETS.DEPHT=50": "MODEL.RESNETS.DEPHT",
     f"train --config {TINY} task.name=refcco": "name 'refcco' is unknown; there is refcoco",
     "train --config pyproject.toml": "pyproject.toml",
+    "train --config tiny/refcco": "there is no such config; did you mean tiny/refcoco",
     f"check-data --config {TINY} train.learning_rate=1": NEAR,
     f"check-data --config {TINY} --with nowhere.yaml": "nowhere.yaml",
     "evaluate --run RUN train.learning_rate=1": NEAR,
@@ -97,6 +99,12 @@ def answers(tmp_path_factory) -> dict[str, tuple[int, str, list[str]]]:
 def test_help(answers, usage):
     status, printed, imported = answers[usage]
     assert (status, imported) == (0, []) and f"usage: {usage.removeprefix('tools/')} " in printed
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"e2e-vl {__version__}\n"
 
 
 def test_an_unknown_command_is_answered_with_the_known_ones(answers):
