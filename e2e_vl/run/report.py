@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import base64
+import datetime
 import functools
 import io
 import itertools
+import shlex
+import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +38,7 @@ from e2e_vl.tasks.base import PredictionSummary, Task
 Series = dict[str, list[tuple[int, float]]]  # name -> (step, value)
 
 TASK, DETECTOR, SUM = "losses of the task", "losses of the detector (not weighted)", "weighted sum of all losses"
-EVALUATION, EVALUATION_LOSS = "evaluation", "loss of the evaluation"
+EVALUATION, EVALUATION_LOSS = "evaluation; the last point is on all images", "loss of the evaluation"
 SCHEDULES = {"lr": "learning rate", "weight": "weight of objectives"}  # by first word of a training line's values
 TOTAL = "loss"  # the weighted sum of all losses, in training and in evaluation
 DETECTOR_PREFIX = "loss_"  # detection losses have Detectron2's names
@@ -47,15 +50,13 @@ MAX_MARKERS = 30  # curves with more points have no markers
 def draw_curves(lines: Sequence[dict[str, Any]]) -> bytes | None:
     """Plot losses of task and detector, their weighted sum, evaluations and their losses, and what is scheduled.
 
-    Evaluations of the kind "final" are on more images and are not plotted.
-
     Args:
         lines: the lines of log.jsonl, see `e2e_vl.io.RunLog`.
 
     Returns:
         The content of a PNG file; None if there is nothing to plot.
     """
-    titles = (TASK, DETECTOR, SUM, EVALUATION, EVALUATION_LOSS, *SCHEDULES.values())
+    titles = (EVALUATION, EVALUATION_LOSS, SUM, TASK, DETECTOR, *SCHEDULES.values())
     plots: dict[str, Series] = {title: {} for title in titles}
     for line in lines:
         for name in sorted(line):
@@ -66,10 +67,10 @@ def draw_curves(lines: Sequence[dict[str, Any]]) -> bytes | None:
     if not plots:
         return None
     rows = (len(plots) + 1) // 2
-    height = 3.6 * rows
-    figure = Figure(figsize=(12, height), dpi=120)
+    height = 3.2 * rows  # inches; small ones, so that words are large on the page
+    figure = Figure(figsize=(10, height), dpi=140)
     # fixed margins: matplotlib's layout engines draw all texts twice more to measure them
-    figure.subplots_adjust(left=0.05, right=0.99, bottom=0.5 / height, top=1 - 0.3 / height, wspace=0.12, hspace=0.28)
+    figure.subplots_adjust(left=0.05, right=0.99, bottom=0.5 / height, top=1 - 0.3 / height, wspace=0.12, hspace=0.38)
     for number, (title, series) in enumerate(plots.items(), start=1):
         _plot(figure.add_subplot(rows, min(len(plots), 2), number), title, series)
     buffer = io.BytesIO()
@@ -91,7 +92,7 @@ def _find_plot(kind: str, name: str) -> tuple[str, str]:
         if first in SCHEDULES:
             return SCHEDULES[first], rest
         return (SUM if name == TOTAL else DETECTOR if name.startswith(DETECTOR_PREFIX) else TASK), name
-    metric = MetricName.read(name) if kind == "eval" else None
+    metric = MetricName.read(name) if kind in ("eval", "final") else None
     if metric is None or metric.detail or not metric.measures_model:
         return "", name
     label = f"{metric.split}: {metric.metric.replace('_', ' ')}, {metric.boxes}"
@@ -109,7 +110,8 @@ def _plot(axes: Axes, title: str, series: Series) -> None:
         axes.plot(steps, values, label=", ".join(found), linewidth=1.2, marker=marker)
     values = [value for points in series.values() for _, value in points]
     if title == EVALUATION:
-        axes.set_ylim(0, max(1.02, *values))
+        axes.set_ylim(max(min(values) - 0.1, 0), max(1.02, *values))
+        axes.set_xlim(left=0)
     elif title not in SCHEDULES.values() and min(values) > 0 and max(values) > 10 * min(values):
         axes.set_yscale("log")
     else:
@@ -137,43 +139,64 @@ def list_changed_settings(config: RunConfig) -> list[str]:
     return differences(defaults, settings)
 
 
-# Tables of metrics with names such as `val/accuracy_predicted_boxes/relation`.
+# Tables with a column per box source.
+
+Cells = dict[tuple[str, str], dict[str, Any]]  # (heading, box source in words) -> a value per row
+ALL = "all"  # the row over all texts
+MAX_MISTAKES = 8  # rows in the table of frequent mistakes
 
 
-class MetricTable(NamedTuple):
-    """A table with a column per box source."""
+class Table(NamedTuple):
+    """Columns of one heading stand side by side; they are one column where all their values are equal."""
 
     title: str
-    columns: list[str]  # box sources, in words
-    rows: dict[str, list[float | None]]  # row name -> a value per column; None: not measured
+    headings: list[tuple[str, list[str]]]  # heading, and the box sources below it; "" = any boxes
+    rows: dict[str, list[Any]]  # row name -> a value per column; None: not measured
+
+    @classmethod
+    def build(cls, title: str, cells: Cells) -> Table:
+        headings, columns = [], []
+        for heading in dict.fromkeys(heading for heading, _ in cells):
+            found = {source: values for (own, source), values in cells.items() if own == heading}
+            if len(found) > 1 and len({tuple(values.items()) for values in found.values()}) == 1:
+                found = {"": next(iter(found.values()))}
+            headings.append((heading, list(found)))
+            columns += found.values()
+        names = dict.fromkeys(row for column in columns for row in column)
+        ordered = sorted(names, key=lambda row: row != ALL)
+        return cls(title, headings, {row: [column.get(row) for column in columns] for row in ordered})
 
 
-def build_metric_tables(metrics: Mapping[str, Any]) -> list[MetricTable]:
-    """For each split, a table of its metrics over all texts, then a table for each metric with families."""
-    tables: dict[str, dict[tuple[str, str], float | None]] = {}  # title -> (row, column) -> value
-    names = {name: found for name in metrics if (found := MetricName.read(name)) is not None}
-    families = {(found.split, found.metric) for found in names.values() if found.detail}
-    for name, found in sorted(names.items(), key=lambda item: item[1].is_count):
-        words = found.metric.replace("_", " ")
-        if not found.detail:
-            tables.setdefault(found.split, {})[words, found.boxes] = metrics[name]
-        if (found.split, found.metric) in families:
-            row = found.detail.replace("_", " ") or "all"
-            tables.setdefault(f"{found.split}: {words}", {})[row, found.boxes] = metrics[name]
-    splits = list(dict.fromkeys(found.split for found in names.values()))
-    found_tables = []
-    for title in sorted(tables, key=lambda title: splits.index(title.partition(": ")[0])):
-        values = tables[title]
-        columns = list(dict.fromkeys(column for _, column in values))
-        rows = {row: [values.get((row, column)) for column in columns] for row, _ in values}
-        found_tables.append(MetricTable(title, columns, rows))
-    return found_tables
+def build_tables(metrics: Mapping[str, Any], split: str, counts: Cells | None = None) -> list[Table]:
+    """A table of the metrics of a split over all texts, then one of each set of families.
+
+    Args:
+        metrics: by names such as `val/accuracy_predicted_boxes/relation`; others are ignored.
+        counts: columns that join the first table with all of their families.
+    """
+    whole, families = Cells(), Cells()
+    named = [(found, value) for name, value in metrics.items() if (found := MetricName.read(name)) is not None]
+    for found, value in sorted(named, key=lambda one: one[0].is_count):
+        if found.split == split:
+            words = found.metric.replace("_", " ")
+            column = ("", found.boxes) if not found.detail else (words, found.boxes)
+            row = found.detail.replace("_", " ") or words
+            (families if found.detail else whole).setdefault(column, {})[row] = value
+    for (words, source), column in families.items():
+        if words in whole.get(("", source), {}):
+            column[ALL] = whole["", source][words]
+    alike: dict[frozenset[str], Cells] = {}  # columns by the families that they have
+    for column, values in [*families.items(), *(counts or {}).items()]:
+        own = frozenset(values) - {ALL}
+        joined = next((one for one in alike if own and own <= one), own)
+        alike.setdefault(joined, {})[column] = values
+    tables = [Table.build("all texts", whole)] if whole else []
+    return [*tables, *(Table.build("by family" if names else "answers", cells) for names, cells in alike.items())]
 
 
-# Predictions in a report: counts by family, errors, and random samples of the rest.
+# Predictions in a report: counts by family, frequent mistakes, and random samples.
 
 OUTCOMES = ("wrong", "partly correct", "correct", "unlabelled")
-MAX_MISTAKES = 8  # rows in the table of frequent mistakes
 
 
 class DescribedPrediction(NamedTuple):
@@ -192,91 +215,97 @@ class DescribedPrediction(NamedTuple):
 
     @property
     def phrases(self) -> str:
-        """The phrases of the text and their boxes; "" without phrases."""
-        outcomes = {None: "", True: " correct", False: " wrong"}
-        return "; ".join(f"{one.line}{outcomes[one.correct]}" for one in self.prediction.grounded)
+        """The phrases of the text, their scores and whether they are right; "" without phrases."""
+        words = {None: "", True: ", right", False: ", wrong"}
+        return "; ".join(f"{one.text} {one.score:.2f}{words[one.correct]}" for one in self.prediction.grounded)
+
+    @property
+    def families(self) -> list[str]:
+        """`ALL`, then "relation" and "relation/nearest" of a text of that family."""
+        parts = self.summary.group.replace("_", " ").split("/")
+        return [ALL, *("/".join(parts[: end + 1]) for end in range(len(parts)) if parts[0])]
 
 
-class SampledPredictions(NamedTuple):
-    """A random sample of `total` predictions."""
+def describe(predictions: Iterable[Prediction], task: Task) -> list[DescribedPrediction]:
+    """Describe predictions; texts with phrases only are left out."""
+    return [DescribedPrediction(one, task.describe(one)) for one in with_target(predictions)]
 
-    title: str
+
+def count_outcomes(described: Mapping[str, Sequence[DescribedPrediction]]) -> Cells:
+    """Numbers of texts and of answers that are not correct, by family.
+
+    Args:
+        described: box source -> predictions.
+    """
+    counts: dict[tuple[str, str], Counter[str]] = {}
+    for source, predictions in described.items():
+        for one in predictions:
+            names = ["texts"] + [one.outcome] * (one.outcome != "correct")
+            # the first phrase usually refers to the answer itself, and others to the landmark of a relation
+            judged = [phrase.correct for phrase in one.prediction.grounded[1:] if phrase.correct is not None]
+            if one.outcome == "wrong" and judged and all(judged):
+                names.append("wrong, other phrases right")
+            for name in names:
+                counts.setdefault((name, source), Counter()).update(one.families)
+    order = ("texts", *OUTCOMES)
+    found = sorted(counts, key=lambda column: order.index(column[0]) if column[0] in order else len(order))
+    rows = {source: sorted(counts["texts", source]) for _, source in found}
+    return {(name, source): {row: counts[name, source][row] for row in rows[source]} for name, source in found}
+
+
+def count_mistakes(described: Mapping[str, Sequence[DescribedPrediction]]) -> Cells:
+    """The most frequent pairs of a ground truth and a wrong answer, with the number of images of each."""
+    counts: dict[str, Counter[str]] = {}
+    for source, predictions in described.items():
+        found: dict[tuple[str, str, str | None], None] = {}  # each pair once per image, in order
+        for one in predictions:
+            if one.outcome in ("wrong", "partly correct"):
+                whole = ((one.summary.truth, one.summary.answer),) if one.outcome == "wrong" else ()
+                for pair in whole if one.summary.mistakes is None else one.summary.mistakes:
+                    found[(*pair, one.prediction.file_name)] = None
+        counts[source] = Counter(f"{truth} → {answer}" for truth, answer, _ in found if truth)
+    frequent = [row for row, _ in sum(counts.values(), Counter()).most_common(MAX_MISTAKES)]
+    frequent = [row for row in frequent if any(found[row] > 1 for found in counts.values())]
+    return {("images", source): {row: found[row] for row in frequent} for source, found in counts.items() if frequent}
+
+
+class Sample(NamedTuple):
+    """A random sample of the `total` predictions with an outcome."""
+
+    boxes: str
+    outcome: str
     total: int
     shown: list[DescribedPrediction]
 
 
-class PredictionLists(NamedTuple):
-    """Counts and samples of one file of predictions."""
+def draw_samples(
+    described: Mapping[str, Sequence[DescribedPrediction]], number: int, generator: np.random.Generator
+) -> list[Sample]:
+    """At most `number` predictions of each outcome and box source, spread evenly over the families; wrong ones first.
 
-    groups: dict[str, Counter[str]]  # family or question type, "all" first -> number of predictions by outcome
-    mistakes: list[tuple[str, str, int]]  # the most frequent (ground truth, wrong answer) pairs, with numbers of images
-    outcomes: list[str]  # outcomes that occur; always "wrong" and "correct"
-    wrong: list[SampledPredictions]  # one per group with errors, most errors first
-    # group -> wrong predictions with more than one phrase, by whether all phrases but the first are correct
-    grounded: dict[str, Counter[str]]
-    others: list[SampledPredictions]  # partly correct, correct and unlabelled predictions, if any
-
-
-def list_predictions(predictions: Sequence[Prediction], task: Task, number: int, seed: int) -> PredictionLists:
-    """Count and sample the predictions of a split with one box source.
-
-    Args:
-        predictions: with `correct` (None: unlabelled). Texts with phrases only are left out.
-        task: describes the predictions.
-        number: maximum number of sampled predictions per outcome. Wrong ones are spread evenly over the groups.
-        seed: seed of the random samples.
+    Families take turns, and the one with the most predictions of the outcome comes first.
     """
-    generator = np.random.default_rng(seed)
-
-    def draw(title: str, members: Sequence[DescribedPrediction], count: int) -> SampledPredictions:
-        rows = generator.choice(len(members), size=min(count, len(members)), replace=False)
-        return SampledPredictions(title, len(members), [members[row] for row in sorted(rows)])
-
-    described = [DescribedPrediction(one, task.describe(one)) for one in with_target(predictions)]
-    by_outcome = {outcome: [one for one in described if one.outcome == outcome] for outcome in OUTCOMES}
-    groups = {"all": Counter(one.outcome for one in described)}
-    for name in sorted({one.summary.group for one in described} - {""}):
-        groups[name] = Counter(one.outcome for one in described if one.summary.group == name)
-    others = [draw(outcome, by_outcome[outcome], number) for outcome in OUTCOMES[1:] if by_outcome[outcome]]
-
-    wrong: dict[str, list[DescribedPrediction]] = {}
-    # the first phrase usually refers to the answer itself, and others to the landmark of a relation
-    grounded: dict[str, Counter[str]] = {}
-    for one in by_outcome["wrong"]:
-        wrong.setdefault(one.summary.group, []).append(one)
-        judged = [phrase.correct for phrase in one.prediction.grounded[1:] if phrase.correct is not None]
-        if judged:
-            grounded.setdefault(one.summary.group, Counter())["correct" if all(judged) else "wrong"] += 1
-    ordered = sorted(wrong.items(), key=lambda item: (-len(item[1]), item[0]))
-    # round-robin over the groups until there are enough errors
-    turns = sorted((turn, rank) for rank, (_, members) in enumerate(ordered) for turn in range(len(members)))[:number]
-    shares = Counter(rank for _, rank in turns)
-    return PredictionLists(
-        groups,
-        _count_mistakes([*by_outcome["wrong"], *by_outcome["partly correct"]]),
-        [outcome for outcome in OUTCOMES if by_outcome[outcome] or outcome in ("wrong", "correct")],
-        [draw(name, members, shares[rank]) for rank, (name, members) in enumerate(ordered)],
-        grounded,
-        others,
-    )
-
-
-def _count_mistakes(predictions: Sequence[DescribedPrediction]) -> list[tuple[str, str, int]]:
-    """Pairs of a ground truth and a wrong answer that occur in more than one image."""
-    found: dict[tuple[str, str, str | None], None] = {}  # each pair once per image, in order
-    for one in predictions:
-        whole = ((one.summary.truth, one.summary.answer),) if one.outcome == "wrong" else ()
-        for pair in whole if one.summary.mistakes is None else one.summary.mistakes:
-            found[(*pair, one.prediction.file_name)] = None
-    pairs = Counter((truth, answer) for truth, answer, _ in found if truth)
-    return [(*pair, count) for pair, count in pairs.most_common(MAX_MISTAKES) if count > 1]
+    samples = []
+    for outcome, (boxes, predictions) in itertools.product(OUTCOMES, reversed(described.items())):
+        members = [one for one in predictions if one.outcome == outcome]
+        totals, turns = Counter(one.summary.group for one in members), Counter()
+        drawn = []
+        for row in generator.permutation(len(members)):
+            group = members[row].summary.group
+            drawn.append((turns[group], -totals[group], members[row]))
+            turns[group] += 1
+        shown = [one for *_, one in sorted(drawn, key=lambda one: one[:2])[:number]]
+        if members:
+            samples.append(Sample(boxes, outcome, len(members), shown))
+    return samples
 
 
 # The page.
 
-TEMPLATE = Path(__file__).with_name("page.html.jinja")
+TEMPLATES = [Path(__file__).parent, Path(__file__).parents[1] / "analysis"]
 MAX_PICTURE_AREA = 640 * 480  # pixels; a limit on the sides would make labels of thin pictures illegible
 WIDE = 2.0  # aspect ratio above which a picture takes a whole row
+OPEN_CARDS = 3  # a row of pictures; the others are folded
 
 
 def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
@@ -292,39 +321,67 @@ def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
     """
     metrics = read_json(run_dir / "metrics.json", dict[str, Any])
     curves = draw_curves(read_log(run_dir / "log.jsonl"))
-    sections = []
-    for split, boxes in itertools.product(config.data.eval_splits, config.eval.boxes):
-        path = run_dir / f"predictions_{file_name(split)}_{boxes}.json"
-        if path.is_file():
-            predictions = read_predictions(path, task.prediction_class)
-            lists = list_predictions(predictions, task, config.eval.report_pictures, config.seed)
-            sections.append({"title": f"{split}, {boxes.metric_suffix.replace('_', ' ')}", "lists": lists})
-    numbers: dict[str, Any] = {}  # statistics of the run itself, such as `steps`
-    for name, value in metrics.items():
-        if isinstance(value, dict) and name != "best":  # the best model has its own section
-            numbers |= {f"{name} of the {part}": one for part, one in value.items()}
-        elif name != "best" and MetricName.read(name) is None:
-            numbers[name.replace("_", " ")] = value
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"value": _format_number}
-    page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+    generator = np.random.default_rng(config.seed)
+    sections, best = [], metrics.get("best") or {}
+    for split in config.data.eval_splits:
+        described = {}
+        for boxes in config.eval.boxes:
+            path = run_dir / f"predictions_{file_name(split)}_{boxes}.json"
+            if path.is_file():
+                words = boxes.metric_suffix.replace("_", " ")
+                described[words] = describe(read_predictions(path, task.prediction_class), task)
+        outcomes: dict[int, dict[str, str]] = {}  # index of a text -> box source -> outcome
+        for boxes, one in ((boxes, one) for boxes, found in described.items() for one in found):
+            outcomes.setdefault(one.prediction.text_index, {})[boxes] = one.outcome
+        mistakes = count_mistakes(described)
+        sections.append(
+            {
+                "split": split,
+                "tables": build_tables(metrics, split, count_outcomes(described)),
+                "best": build_tables(best.get("metrics", {}), split),
+                "mistakes": [Table.build("most frequent mistakes: truth → answer", mistakes)] if mistakes else [],
+                "samples": draw_samples(described, config.eval.report_pictures, generator),
+                "outcomes": outcomes,
+            }
+        )
+    return render(
+        *(run_dir / "report.html", "page.html.jinja"),
         title=run_dir.resolve().name,
-        task=config.task.name,
-        data=config.data.name,
-        tables=build_metric_tables(metrics),
-        best=metrics.get("best"),
-        best_tables=build_metric_tables((metrics.get("best") or {}).get("metrics", {})),
-        numbers=numbers,
+        task=(sys.modules[type(task).__module__].__doc__ or config.task.name).splitlines()[0].rstrip("."),
+        data=config.data,
+        date=datetime.datetime.fromtimestamp((run_dir / "metrics.json").stat().st_mtime),
+        command=typed_command("--config") or shlex.join(["e2e-vl", "train", "--config", str(run_dir / "config.yaml")]),
+        # statistics of the run itself, such as `steps`; the best model has its own section
+        numbers={name: one for name, one in metrics.items() if name != "best" and MetricName.read(name) is None},
+        best=best,
         sections=sections,
+        open_cards=OPEN_CARDS,
         draw=functools.partial(draw_prediction, task),
-        curves=None if curves is None else _make_data_uri(curves, "png"),
+        curves=None if curves is None else data_uri(curves, "png"),
         changed=list_changed_settings(config),
         settings=read_text(run_dir / "config.yaml"),
     )
-    path = run_dir / "report.html"
-    write_text(path, page)
+
+
+def typed_command(option: str) -> str | None:
+    """The command that started Python; None if it does not have the option, as in a notebook."""
+    program, *words = sys.argv
+    if not any(word.startswith(option) for word in words):
+        return None
+    return shlex.join(["e2e-vl" if Path(program).name in ("e2e-vl", "__main__.py") else program, *words])
+
+
+def render(path: Path, template: str, **values: Any) -> Path:
+    """Write a page from one of the templates of `TEMPLATES`."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"number": _format_number}
+    write_text(path, environment.get_template(template).render(values))
     return path
 
 
@@ -347,19 +404,20 @@ def draw_prediction(task: Task, prediction: Prediction) -> Picture:
     factor = min((MAX_PICTURE_AREA / (image.width * image.height)) ** 0.5, 1)
     size = (max(round(image.width * factor), 1), max(round(image.height * factor), 1))
     image.resize(size).save(buffer, "JPEG", quality=85)
-    return Picture(_make_data_uri(buffer.getvalue(), "jpeg"), is_wide=image.width > WIDE * image.height)
+    return Picture(data_uri(buffer.getvalue(), "jpeg"), is_wide=image.width > WIDE * image.height)
 
 
-def _make_data_uri(content: bytes, kind: str) -> str:
+def data_uri(content: bytes, kind: str) -> str:
+    """A PNG or JPEG file as an address within the page."""
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def _format_number(value: Any) -> str:
-    """A number as text: whole numbers in full, others with three decimals or significant digits; None as a dash."""
+    """A number as text: whole and large ones without, others with three decimals or digits; None as a dash."""
     if value is None:
         return "–"
     if not isinstance(value, int | float):
         return str(value)
-    if isinstance(value, int) or (value.is_integer() and abs(value) > 1):
+    if isinstance(value, int) or abs(value) >= 1000 or (value.is_integer() and abs(value) > 1):
         return f"{value:,.0f}"
     return f"{value:.3f}" if abs(value) >= 0.001 or value == 0 else f"{value:.3g}"

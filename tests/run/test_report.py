@@ -22,7 +22,17 @@ from e2e_vl.io import RunLog
 from e2e_vl.predictions import GroundedPhrase, Prediction
 from e2e_vl.run import report as reports
 from e2e_vl.run.evaluate import named_metrics
-from e2e_vl.run.report import TEMPLATE, MetricTable, build_metric_tables, draw_curves, list_predictions, write_report
+from e2e_vl.run.report import (
+    Table,
+    build_tables,
+    count_mistakes,
+    count_outcomes,
+    describe,
+    draw_curves,
+    draw_samples,
+    typed_command,
+    write_report,
+)
 from e2e_vl.tasks.base import PredictionSummary
 from tests.run.runs import ROOT, predictions_of
 
@@ -82,15 +92,15 @@ def test_losses_are_grouped_and_their_sum_is_apart(plots):
         train_line(3, vqa=None, not_finite=["vqa"], skipped_steps=0.5),
         evaluation | {"val/AP_predicted_boxes": None},
         evaluation | {"val/accuracy_gt_boxes": 0.25, "val/accuracy_gt_boxes/relation": 0.1},
-        {"step": 2, "kind": "final", "val/accuracy_gt_boxes": 0.75},  # of other images
+        {"step": 3, "kind": "final", "val/accuracy_gt_boxes": 0.75},
     ]
     picture = cv2.imdecode(np.frombuffer(draw_curves(lines), np.uint8), 1)
     assert picture.shape[1] > 1000 and picture.std() > 5
     assert {title: points for title, (_, points) in plots.items()} == {
+        reports.EVALUATION: {"val: accuracy, gt boxes": ([2, 3], [0.25, 0.75])},  # the last one of a step counts
+        "weighted sum of all losses": {"loss": ([1, 2], [3.0, 2.0])},
         "losses of the task": {"vqa": ([1, 2], [2.0, 0.0])},
         "losses of the detector (not weighted)": {"loss_cls": ([1, 2], [1.0, 0.5])},
-        "weighted sum of all losses": {"loss": ([1, 2], [3.0, 2.0])},
-        "evaluation": {"val: accuracy, gt boxes": ([2], [0.25])},  # the last one of a step counts
         "learning rate": {"head": ([1, 2, 3], [1.0, 1.0, 1.0])},
     }
 
@@ -103,7 +113,7 @@ def test_losses_of_evaluations_have_axes_of_their_own(plots):
     ]
     draw_curves(evaluations)
     assert plots == {
-        "evaluation": ("linear", {"val: accuracy, gt boxes": ([1, 2], [0.1, 0.2])}),
+        reports.EVALUATION: ("linear", {"val: accuracy, gt boxes": ([1, 2], [0.1, 0.2])}),
         "loss of the evaluation": ("log", {"val: loss, gt boxes": ([1, 2], [40.0, 2.0])}),
     }
     assert draw_curves(evaluations[:0]) is None, "no values, no picture"
@@ -124,26 +134,35 @@ def test_a_schedule_is_drawn_before_the_run(plots, tmp_path):
     assert plots["weight of objectives"][1]["image_qa"] == (list(range(200)), [0.0] * 100 + [2.0] * 100)
 
 
-# Tables of metrics
+# Tables
 
 
-def test_metrics_become_tables_of_box_sources_and_families():
+def test_metrics_of_a_split_become_tables_with_box_sources_side_by_side():
+    """Whatever their names are; columns with other families are a table of their own, equal columns are one."""
     metrics = {
-        **named_metrics({"count": 5.0, "accuracy": 0.8, "accuracy/relation": 0.5}, "val", BoxSource.GT),
-        **named_metrics({"accuracy": 0.7, "count": 5.0, "accuracy/by_place": None}, "val", BoxSource.ONLINE),
-        **named_metrics({"accuracy": 0.1, "accuracy_by_question/how many": 0.25}, "testA", BoxSource.GT),
+        **named_metrics({"count": 5.0, "n_acc": 0.8, "n_acc/relation": 0.5, "giou": 0.2}, "val", BoxSource.GT),
+        **named_metrics({"n_acc": 0.7, "count": 5.0, "n_acc/in_front": None}, "val", BoxSource.ONLINE),
+        **named_metrics({"n_acc": 0.1, "best_shortcut/how many": 0.25}, "testA", BoxSource.GT),
+        **named_metrics({"n_acc": 0.1, "best_shortcut/how many": 0.25}, "testA", BoxSource.ONLINE),
         "steps": 8,
     }
     both = ["gt boxes", "predicted boxes"]
-    assert build_metric_tables(metrics) == [
-        MetricTable("val", both, {"accuracy": [0.8, 0.7], "count": [5.0, 5.0]}),
-        MetricTable("val: accuracy", both, {"all": [0.8, 0.7], "relation": [0.5, None], "by place": [None, None]}),
-        MetricTable("testA", ["gt boxes"], {"accuracy": [0.1]}),
-        MetricTable("testA: accuracy by question", ["gt boxes"], {"how many": [0.25]}),
+    texts = {("texts", ""): {"all": 5, "relation": 5}}
+    assert build_tables(metrics, "val", texts) == [
+        Table("all texts", [("", both)], {"n acc": [0.8, 0.7], "giou": [0.2, None], "count": [5.0, 5.0]}),
+        Table(
+            *("by family", [("n acc", ["gt boxes"]), ("texts", [""])]),
+            {"all": [0.8, 5], "relation": [0.5, 5]},
+        ),
+        Table("by family", [("n acc", ["predicted boxes"])], {"all": [0.7], "in front": [None]}),
+    ]
+    assert build_tables(metrics, "testA") == [
+        Table("all texts", [("", [""])], {"n acc": [0.1]}),
+        Table("by family", [("best shortcut", [""])], {"how many": [0.25]}),
     ]
 
 
-# Lists of predictions
+# Counts and samples of predictions
 
 
 def guesses(outcomes: dict[str, list[float | None]]) -> list[Guess]:
@@ -154,22 +173,20 @@ def guesses(outcomes: dict[str, list[float | None]]) -> list[Guess]:
     ]
 
 
-def asked(sample: reports.SampledPredictions) -> list[str]:
-    return [one.summary.question for one in sample.shown]
+def described(**sources: list[Guess]) -> dict[str, list[reports.DescribedPrediction]]:
+    return {name: describe(found, FakeTask()) for name, found in sources.items()}
 
 
-def test_predictions_are_counted_by_group_and_outcome():
-    lists = list_predictions(guesses({"b": [0.0, 1.0, 0.3], "a": [None, 1.0]}), FakeTask(), 9, 0)
-    assert lists.groups == {
-        "all": Counter({"correct": 2, "wrong": 1, "partly correct": 1, "unlabelled": 1}),
-        "a": Counter({"correct": 1, "unlabelled": 1}),
-        "b": Counter({"correct": 1, "wrong": 1, "partly correct": 1}),
+def test_answers_are_counted_by_family_and_outcome():
+    found = described(gt=guesses({"b/c_d": [0.0, 1.0, 0.3], "a": [None, 1.0]}), online=guesses({"b/e": [0.0]}))
+    assert count_outcomes(found) == {
+        ("texts", "gt"): {"a": 2, "all": 5, "b": 3, "b/c d": 3},
+        ("texts", "online"): {"all": 1, "b": 1, "b/e": 1},
+        ("wrong", "gt"): {"a": 0, "all": 1, "b": 1, "b/c d": 1},
+        ("wrong", "online"): {"all": 1, "b": 1, "b/e": 1},
+        ("partly correct", "gt"): {"a": 0, "all": 1, "b": 1, "b/c d": 1},
+        ("unlabelled", "gt"): {"a": 1, "all": 1, "b": 0, "b/c d": 0},
     }
-    assert list(lists.groups) == ["all", "a", "b"]
-    assert lists.outcomes == ["wrong", "partly correct", "correct", "unlabelled"]
-    lists = list_predictions(guesses({"": [None] * 5}), FakeTask(), 9, 0)
-    assert lists.wrong == [] and lists.mistakes == [], "a prediction without a label is never an error"
-    assert [(sample.title, sample.total, len(sample.shown)) for sample in lists.others] == [("unlabelled", 5, 5)]
 
 
 def test_frequent_mistakes_are_those_of_several_images():
@@ -179,33 +196,37 @@ def test_frequent_mistakes_are_those_of_several_images():
         *(("yes", "no", str(number)) for number in range(2)),
     ]
     data = [Guess(correct=0.0, truth=truth, said=said, file_name=file) for truth, said, file in pairs]
-    assert list_predictions(data, FakeTask(), 0, 0).mistakes == [("red", "blue", 3), ("yes", "no", 2)]
     pair = ("red", "blue")
     several = [(0.5, (pair, ("one", "two"))), (0.0, (pair, pair)), (1.0, (pair,)), (0.0, ())]  # a right one has none
-    data = [Guess(correct=c, mistakes=m, file_name=str(number), truth="all") for number, (c, m) in enumerate(several)]
-    assert list_predictions(data, FakeTask(), 0, 0).mistakes == [("red", "blue", 2)]
+    other = [Guess(correct=c, mistakes=m, file_name=str(n), truth="all") for n, (c, m) in enumerate(several)]
+    assert count_mistakes(described(gt=data, online=other)) == {
+        ("images", "gt"): {"red → blue": 3, "yes → no": 2},
+        ("images", "online"): {"red → blue": 2, "yes → no": 0},
+    }
+    assert count_mistakes(described(gt=other[:1])) == {}
 
 
-def test_groups_take_turns_and_the_one_with_the_most_errors_comes_first():
+def sample(data: list[Guess], number: int, seed: int = 0) -> list[reports.Sample]:
+    return draw_samples(described(gt=data), number, np.random.default_rng(seed))
+
+
+def test_families_take_turns_and_the_one_with_the_most_errors_comes_first():
     data = guesses({"few": [0.0] * 2, "none": [1.0], "many": [0.0] * 50, "some": [0.0] * 9})
 
-    def shown(number: int) -> dict[str, tuple[int, int]]:
-        lists = list_predictions(data, FakeTask(), number, 0)
-        assert all(one.summary.group == sample.title for sample in lists.wrong for one in sample.shown)
-        return {sample.title: (len(sample.shown), sample.total) for sample in lists.wrong}
+    def shown(number: int) -> dict[str, int]:
+        wrong, correct = sample(data, number)
+        assert (wrong.outcome, wrong.total, correct.outcome, correct.total) == ("wrong", 61, "correct", 1)
+        return dict(Counter(one.summary.group for one in wrong.shown))
 
-    assert shown(8) == {"many": (3, 50), "some": (3, 9), "few": (2, 2)}
-    assert shown(1) == {"many": (1, 50), "some": (0, 9), "few": (0, 2)}
-    assert shown(100) == {"many": (50, 50), "some": (9, 9), "few": (2, 2)}
-    assert list(shown(8)) == ["many", "some", "few"]
+    assert shown(8) == {"many": 3, "some": 3, "few": 2} and list(shown(8)) == ["many", "some", "few"]
+    assert shown(1) == {"many": 1} and shown(100) == {"many": 50, "some": 9, "few": 2} and shown(0) == {}
 
 
 def test_samples_are_drawn_by_the_seed_from_all_predictions():
     data = guesses({"": [1.0] * 40 + [0.0] * 40})
-    drawn = [list_predictions(data, FakeTask(), 10, seed).others[0] for seed in range(100)]
-    assert asked(drawn[0]) == asked(list_predictions(data, FakeTask(), 10, 0).others[0]) != asked(drawn[1])
-    assert len(set(asked(drawn[0]))) == 10 and drawn[0].total == 40
-    assert len({one for sample in drawn for one in asked(sample)}) == 40
+    drawn = [{one.summary.question for one in sample(data, 10, seed)[1].shown} for seed in range(100)]
+    assert drawn[0] == {one.summary.question for one in sample(data, 10)[1].shown} != drawn[1]
+    assert len(drawn[0]) == 10 and len(set().union(*drawn)) == 40
 
 
 def phrases(*correct: bool | None) -> tuple[GroundedPhrase, ...]:
@@ -224,10 +245,8 @@ def test_wrong_relations_are_counted_by_whether_the_landmark_was_right():
         *(wrong(True, True, correct=1.0), wrong(True, True, correct=0.5), wrong(True, True, correct=None)),
         wrong(True, False, family="attribute"),
     ]
-    assert list_predictions(data, FakeTask(), 9, 0).grounded == {
-        "relation": Counter(correct=2, wrong=2),
-        "attribute": Counter(wrong=1),
-    }
+    counts = count_outcomes(described(gt=data))
+    assert counts["wrong, other phrases right", "gt"] == {"all": 2, "attribute": 0, "relation": 2}
 
 
 # The page
@@ -272,42 +291,66 @@ def test_the_report_of_a_run_is_one_self_contained_page(trained_run):
     *pictures, curves = images_of(page)
     assert curves.shape[1] > 800 and curves.std() > 5
     assert len(pictures) == page.count("<figcaption>")
-    words = text_of(page)
+    words, counts = text_of(page), []
+    assert "Referring expressions (RefCOCO, RefCOCO+, RefCOCOg): which region does an expression refer to?" in words
+    assert words.index("command") < words.index("settings differ") < words.index("all texts")
     for boxes, name in (("gt", "gt boxes"), ("detections", "detected boxes"), ("online", "predicted boxes")):
         records = predictions_of(trained_run.path, f"val_{boxes}")
         wrong = sum(record["correct"] == 0 for record in records)
-        section = words[words.index(f"Predictions: val, {name}") :]
-        assert f" all {len(records)} {wrong} {len(records) - wrong} " in section[:200]
-        assert f"{trained_run.metrics['val/accuracy_' + name.replace(' ', '_')]:.3f}" in words
+        counts.append(f"{wrong:,}")
+        assert re.search(rf"Wrong with {name}: \d+ of {wrong}\b", words) or not wrong
+        assert f"{trained_run.metrics['val/accuracy_' + name.replace(' ', '_')]:.3f} with {name}" in words
+    assert f" {len(records):,} {' '.join(counts)} " in words, "texts, and wrong answers with each source"
     assert "task.config.loss: binary -> softmax" in words
 
 
 def test_texts_are_escaped(run):
     (run / "config.yaml").write_text("output: <b>\n")
     page = report(run, guess(text="a <b>bold</b> & 'quoted' cup", correct=0.0, truth="<i>", family="<u>"))
-    assert not re.search(r"<[biu]>(?!a &lt;)", page)
+    assert not re.search(r"<[iu]>|<b>bold", page)
     assert "a &lt;b&gt;bold&lt;/b&gt; &amp; &#39;quoted&#39; cup" in page
-    assert "ground truth: <i> " in text_of(page) and "Wrong, <u>: 1 of 1" in text_of(page)
+    assert "ground truth: <i> <u>" in text_of(page)
 
 
 def test_errors_come_first_and_only_some_are_shown(run):
     wrong = guess(text="bad", correct=0.0, truth="red", family="colours")
     words = text_of(report(run, guess(text="fine"), wrong, guess(correct=None)))
-    assert "Wrong, colours: 1 of 1 bad wrong: blue (0.26) ground truth: red" in words
-    assert words.index("Wrong, colours") < words.index("Correct: 1 of 1") < words.index("Unlabelled: 1 of 1")
-    assert "all 3 1 1 1 50.0 % colours 1 1 0 0 100.0 %" in words
+    assert "Wrong with gt boxes: 1 of 1 bad wrong: blue (0.26) ground truth: red colours" in words
+    assert words.index("Wrong with") < words.index("Correct with") < words.index("Unlabelled with")
+    assert "texts wrong unlabelled gt boxes gt boxes gt boxes all 3 1 1 colours 1 1 0" in words
 
     page = report(run, *[guess()] * 3, *[guess(correct=0.0)] * 5, *[guess(correct=0.5)] * 2, number=2)
     assert page.count("<figure>") == 6
-    for heading in ("Wrong: 2 of 5", "Partly correct: 2 of 2", "Correct: 2 of 3"):
+    for heading in ("Wrong with gt boxes: 2 of 5, drawn", "Partly correct with gt boxes: 2 of 2 x", "Correct with"):
         assert heading in text_of(page)
+    page = report(run, *[guess(correct=0.0)] * 9)
+    assert page.partition("6 more</summary>")[2].count("<figure>") == 6, "a row is open, the others are folded"
     assert "<figure>" not in report(run, guess(), number=0)
+
+
+def test_phrases_say_whether_they_are_right_and_sources_whether_the_answer_is(run):
+    config = settings(run, boxes=[BoxSource.GT, BoxSource.ONLINE])
+    for boxes, correct in (("gt", 1.0), ("online", 0.0)):
+        one = guess(text_index=3, correct=correct, grounded=phrases(True, False, None))
+        write_json(run / f"predictions_val_{boxes}.json", msgspec.to_builtins([one]))
+    words = text_of(write_report(run, config, FakeTask()).read_text(encoding="utf-8"))
+    assert "Wrong with predicted boxes: 1 of 1 A phrase is right if its region overlaps" in words
+    assert words.count("phrases: a star 0.25, right; a star 0.25, wrong; a star 0.25 ") == 2
+    assert words.count("gt boxes: correct; predicted boxes: wrong") == 2
+
+
+def test_the_command_is_the_one_that_was_typed(monkeypatch):
+    typed = ["/bin/e2e-vl", "train", "--config", "a b.yaml"]
+    monkeypatch.setattr("sys.argv", typed)
+    assert typed_command("--config") == "e2e-vl train --config 'a b.yaml'" and typed_command("--run") is None
+    monkeypatch.setattr("sys.argv", ["tools/train.py", "--config=x"])
+    assert typed_command("--config") == "tools/train.py --config=x"
 
 
 def test_a_run_without_evaluations_or_losses_has_a_report(run):
     RunLog(run / "log.jsonl", enabled=True).write(1, "eval", {"val/accuracy_gt_boxes": None})
     page = write_report(run, settings(run), FakeTask()).read_text(encoding="utf-8")
-    assert images_of(page) == [] and "Curves" not in page and "val gt boxes accuracy 0.500" in text_of(page)
+    assert images_of(page) == [] and "Curves" not in page and "all texts gt boxes accuracy 0.500" in text_of(page)
 
 
 def test_pictures_are_small_keep_their_colours_and_may_be_wide_or_missing(run):
@@ -332,5 +375,4 @@ def test_an_installed_package_has_the_template():
         for path in (ROOT / package.replace(".", "/")).glob(pattern)
     }
     own = {path for folder in ("detector", "e2e_vl") for path in (ROOT / folder).rglob("*") if path.is_file()}
-    assert TEMPLATE in copied
     assert {path for path in own if path.suffix not in (".py", ".pyc")} == copied
