@@ -150,6 +150,7 @@ def replace_nan(values: Mapping[str, Any]) -> dict[str, Any]:
 
 # Run directories, saved models and models on the Hugging Face Hub
 
+DEMO = Path(__file__).parent / "demo"  # the model that comes along, see tools/package_demo.py
 _FILE_ENDS = (".txt", ".json", ".bin", ".model", ".safetensors", ".pth", ".pkl")  # suffixes of files, not models
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -163,12 +164,14 @@ def looks_like_hub_name(name: str) -> bool:
 
 
 def find_run(source: str | Path) -> Path | None:
-    """The path of a run directory or a saved model, which must exist; None for a model on the Hub (`owner/name`)."""
+    """The path of a run directory or a saved model, which must exist; None for a model on the Hub (`owner/name`).
+
+    "demo" is the model that comes along, unless there is a run of this name.
+    """
     path = user_path(source, "The run")
     if not path.exists() and "/" in str(source) and looks_like_hub_name(str(source)):
         return None
-    find_model_folder(path)
-    return path
+    return DEMO if find_model_folder(path) == DEMO else path
 
 
 def find_model_folder(folder: Path) -> Path:
@@ -177,6 +180,8 @@ def find_model_folder(folder: Path) -> Path:
     if (folder / "config.yaml").is_file() and (folder / "encoder").is_dir():
         return folder
     if not (folder / "model" / "config.yaml").is_file():
+        if folder == Path("demo"):
+            return DEMO
         raise MissingFileError(
             f"{folder} contains no trained model (no model/config.yaml); give a run directory of `e2e-vl train`."
         )

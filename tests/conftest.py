@@ -10,9 +10,13 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import jaxtyping
 import pytest
+
+if TYPE_CHECKING:
+    from e2e_vl.api.model import TrainedModel
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # tests in several processes: one thread each, also in what they start
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -44,6 +48,7 @@ def unchecked_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---- End of shapes.
 
+import e2e_vl  # noqa: E402
 from e2e_vl.config import RunConfig, load_config  # noqa: E402
 from tests.run.runs import ROOT, TINY_DETECTOR, tiny  # noqa: E402
 
@@ -79,6 +84,12 @@ def tiny_words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def tiny_data(tiny_words: list[str]) -> Path:
     """The folder of that data set; tests change copies of it."""
     return next(Path(word.removeprefix("data.root=")) for word in tiny_words if word.startswith("data.root="))
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> TrainedModel:
+    """The trained model that comes along."""
+    return e2e_vl.load("demo", "cpu")
 
 
 @pytest.fixture

@@ -25,6 +25,9 @@ from e2e_vl.cli.main import main
 assert e2e_vl.__file__.startswith(sys.argv[1]), e2e_vl.__file__
 words = ["train", "--config", "tiny/refcoco", "train.max_steps=2", "eval.boxes=[gt]", "data.workers=0"]
 assert main([*words, "data.synthetic.scenes={train: 4, val: 1}"]) == 0
+scene = e2e_vl.load("demo").examples[0]
+words = ["--image", str(scene.image), "--text", scene.texts[0]]
+assert main(["ask", "--run", "demo", *words, "--output", "asked_demo"]) == 0
 [image, *_] = map(str, Path("data").rglob("*.jpg"))
 assert main(["ask", "--run", "runs/tiny_refcoco", "--image", image, "--text", "the circle", "--output", "asked"]) == 0
 assert main(["extract", image, "--output", "found", "--config", "detector/tiny"]) == 0
@@ -55,4 +58,4 @@ def test_the_wheel_trains_asks_and_extracts_in_an_empty_folder(tmp_path: Path) -
     assert all((installed / "e2e_vl" / path).is_file() for path in written)
     empty.mkdir()
     run(empty, USE, str(installed), PYTHONPATH=str(installed))
-    assert all((empty / name).is_file() for name in ("asked/answer.png", "found/regions.npz"))
+    assert all((empty / name).is_file() for name in ("asked/answer.png", "asked_demo/answer.png", "found/regions.npz"))

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path, PureWindowsPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -218,6 +218,14 @@ class ImageRegions:
         return self.draw()._repr_png_()
 
 
+class ExampleScene(NamedTuple):
+    """An image that comes along with a model, and texts about it."""
+
+    image: Path
+    texts: list[str]
+    boxes: list[list[float] | None]  # what each text refers to, xyxy in pixels of the image; None: nothing
+
+
 def draw_on(
     image: ImageFile,
     boxes: Any,
@@ -326,7 +334,11 @@ import e2e_vl
 model = e2e_vl.load("{{ name }}")
 {{ example }}
 ```
-{% if metrics %}
+{% if knows %}
+It knows only this:
+{% for name, values in knows.items() %}
+- {{ name }}: {{ values | join(", ") }}{% endfor %}
+{% endif %}{% if metrics %}
 | metric | value |
 |---|---:|
 {% for key, value in metrics.items() %}| {{ key }} | {{ "%.3f" | format(value) }} |
@@ -628,6 +640,22 @@ class TrainedModel(
                 f"{self.source} uses precomputed features, so it cannot process images; use a run with a detector."
             )
 
+    @functools.cached_property
+    def _about(self) -> dict[str, Any]:
+        path = self.source / "about.json"
+        return read_json(path) if path.is_file() else {}
+
+    @property
+    def knows(self) -> dict[str, list[str]]:
+        """All that a model of drawn scenes knows: shapes, colours, ..., words; empty for other models."""
+        return self._about.get("knows", {})
+
+    @property
+    def examples(self) -> list[ExampleScene]:
+        """Scenes that come along with the model, for `ask(scene.image, scene.texts)`."""
+        rows = self._about.get("examples", ())
+        return [ExampleScene(self.source / row["image"], row["texts"], row["boxes"]) for row in rows]
+
     @classmethod
     def from_folder(cls, folder: str | Path, device: str | torch.device | None = None) -> TrainedModel:
         """Load a run directory of e2e-vl train, or a folder written by `save_pretrained`."""
@@ -678,6 +706,7 @@ class TrainedModel(
             task=config.task.name,
             data=config.data.name,
             example=example,
+            knows=self.knows,
             metrics={
                 key: value
                 for key, value in self._metrics.items()

@@ -1,0 +1,60 @@
+"""The model that comes along: its stamp, its size, its examples, and what it finds in scenes that are drawn anew."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import e2e_vl
+import package_demo
+from e2e_vl.config import CONFIGS, BoxSource, differences, load_config, save_config
+from e2e_vl.io import DEMO
+from e2e_vl.run.build import make_synthetic_data, open_split
+from e2e_vl.synthetic.scenes import box_iou
+
+
+def test_it_is_small_and_has_the_settings_and_scores_of_the_demo(demo_model):
+    changed = differences(load_config(DEMO / "config.yaml"), load_config(CONFIGS / "demo" / "refcoco.yaml"))
+    assert not [line for line in changed if not line.startswith("detector.config:")], "tools/package_demo.py"
+    assert sum(path.stat().st_size for path in DEMO.rglob("*")) <= 5e6
+    card = (DEMO / "README.md").read_text("utf-8")
+    assert "test/accuracy_predicted_boxes" in card and "- shape: circle, square, " in card
+    assert f'"e2e_vl_version": "{e2e_vl.__version__}"' in (DEMO / "config.json").read_text("utf-8")
+    assert {"red", "furthest", "thing"} <= {*demo_model.knows["word"]} and "striped" in demo_model.knows["texture"]
+
+
+def is_found(answer, box) -> bool:
+    return answer.box is None if box is None else answer.box is not None and box_iou(answer.box, box) >= 0.5
+
+
+def test_its_examples_are_twelve_scenes_that_it_mostly_understands(demo_model):
+    found = [
+        is_found(answer, box)
+        for scene in demo_model.examples
+        for answer, box in zip(demo_model.ask(scene.image, scene.texts), scene.boxes, strict=True)
+    ]
+    assert len(demo_model.examples) == 12 and len(found) >= 40 and np.mean(found) >= 0.9
+
+
+def test_it_finds_what_newly_drawn_expressions_refer_to(demo_model, tmp_path):
+    words = [f"data.root={tmp_path}", "data.synthetic.seed=1000", "data.synthetic.scenes={train: 1, val: 1, test: 40}"]
+    words += ["data.synthetic.config.language={refs_per_image: [2, 3], sentences_per_ref: [2, 3]}"]
+    config = load_config("demo/refcoco", words)
+    make_synthetic_data(config)
+    data, found = open_split(config, "test", BoxSource.ONLINE, training=False), []
+    for group in data.groups:
+        sample = data.sample(list(group))
+        answers = demo_model.ask(sample.images[0].file, [text.words for text in sample.texts])
+        pairs = zip(answers, sample.texts, strict=True)
+        found += [is_found(answer, text.truth.box) for answer, text in pairs if text.truth and text.truth.box]
+    assert len(found) >= 200 and np.mean(found) >= 0.93, (len(found), np.mean(found))
+
+
+def test_the_command_copies_scenes_and_refuses_a_run_with_other_settings(tiny_config, tmp_path, capsys):
+    scenes = package_demo.copy_scenes(tiny_config(), tmp_path / "images", "val")
+    assert len(scenes) == 6 and all((tmp_path / scene["image"]).is_file() and scene["texts"] for scene in scenes)
+    other = load_config("demo/refcoco", ["train.lr=1"])
+    (tmp_path / "encoder").mkdir()
+    save_config(other, tmp_path / "config.yaml")
+    before = DEMO.stat().st_mtime
+    assert package_demo.main([str(tmp_path)]) == 2 and DEMO.stat().st_mtime == before
+    assert "settings of demo/refcoco: train.lr: 1.0 -> 0.002" in capsys.readouterr().err

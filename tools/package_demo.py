@@ -1,0 +1,81 @@
+"""Make the model that comes along (`e2e_vl.load("demo")`) from a run of configs/demo/refcoco.yaml.
+
+    python tools/package_demo.py runs/demo_refcoco
+
+Writes e2e_vl/demo: settings, weights in half precision, scores of the run, version, model card, and about.json with
+what the model knows and the first twelve scenes of the test split, with one expression of each family.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+
+import torch
+from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
+
+import e2e_vl
+from detector.errors import UserError
+from detector.io import atomic_folder, write_json
+from e2e_vl.cli.main import make_parser, print_errors
+from e2e_vl.config import BoxSource, RunConfig, differences, load_config
+from e2e_vl.io import DEMO
+from e2e_vl.run.build import open_split
+from e2e_vl.run.checkpoint import load_saved_config, save_model
+from e2e_vl.synthetic.language import RELATIONS
+
+SCENES = 12
+
+
+@print_errors
+def main(argv: list[str] | None = None) -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument("run", type=Path, help="run directory")
+    package(parser.parse_args(argv))
+    return 0
+
+
+def package(args: argparse.Namespace) -> None:
+    """Replace e2e_vl/demo, unless the run has other settings than the demo's config."""
+    own, config = load_saved_config(args.run), load_config("demo/refcoco")
+    detector = replace(own.detector, config=config.detector.config)
+    named = replace(own, output=config.output, data=replace(own.data, root=config.data.root), detector=detector)
+    if changed := differences(named, config):
+        raise UserError(f"{args.run} was not trained with the settings of demo/refcoco: {'; '.join(changed)}")
+    model = e2e_vl.load(args.run, "cpu")
+    with atomic_folder(DEMO) as folder:
+        save_model(folder, named, model.network, model.tokenizer)
+        for path in folder.rglob("*.safetensors"):
+            tensors = load_file(path)
+            halves = {name: one.half() if one.dtype == torch.float32 else one for name, one in tensors.items()}
+            save_file(halves, path, metadata={"format": "pt"})
+        shutil.copy(args.run / "metrics.json", folder)
+        write_json(folder / "config.json", {"library_name": "e2e-vl", "e2e_vl_version": e2e_vl.__version__})
+        knows = {name: list(values) for name, values in named.data.synthetic.config.scene.values.items()}
+        words = [word for word in model.tokenizer.get_vocab() if word.isalpha() and len(word) > 1]
+        knows |= {"relation": list(RELATIONS), "word": sorted(words)}
+        write_json(folder / "about.json", {"knows": knows, "examples": copy_scenes(own, folder / "images")})
+        e2e_vl.load(folder, "cpu").generate_model_card("demo").save(folder / "README.md")
+    size = sum(path.stat().st_size for path in DEMO.rglob("*") if path.is_file())
+    print(f"written: {DEMO} ({size / 1e6:.2f} MB)")
+
+
+def copy_scenes(config: RunConfig, folder: Path, split: str = "test") -> list[dict]:
+    """Copy images of a split; returns their names, expressions and the boxes meant, xyxy in pixels."""
+    folder.mkdir()
+    data, scenes = open_split(config, split, BoxSource.ONLINE, training=False), []
+    for number, group in enumerate(list(data.groups)[:SCENES], start=1):
+        sample = data.sample(list(group))
+        first = {text.metadata["family"].partition("/")[0]: text for text in reversed(sample.texts)}
+        texts = sorted(first.values(), key=lambda text: text.index)
+        boxes = [text.truth.box if text.truth else None for text in texts]
+        image = folder / f"scene_{number:02d}.jpg"
+        shutil.copy(sample.images[0].file, image)
+        scenes.append({"image": f"images/{image.name}", "texts": [text.words for text in texts], "boxes": boxes})
+    return scenes
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
