@@ -160,10 +160,10 @@ class DatasetInfo(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class ReferredBox:
-    """The box that an expression refers to."""
+class ReferredBoxes:
+    """The boxes that an expression refers to, usually one; none if nothing in the image fits."""
 
-    box: tuple[float, float, float, float]
+    boxes: tuple[tuple[float, float, float, float], ...]
 
 
 @dataclasses.dataclass(frozen=True)

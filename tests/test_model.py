@@ -12,6 +12,7 @@ import torch
 from detector.images import normalise_images
 from e2e_vl.config import RunConfig, SyntheticSettings, load_config
 from e2e_vl.data.batching import Request
+from e2e_vl.examples import Ragged
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run.build import Run, build_run
 from e2e_vl.structures import Batch
@@ -158,7 +159,7 @@ def refer_to_both_images(batch: Batch) -> Batch:
         batch.texts,
         **{name: getattr(batch.texts, name)[[0, 0]] for name in ("input_ids", "token_type_ids", "attention_mask")},
     )
-    targets = dataclasses.replace(batch.targets, box=batch.targets.box[[0, 0]])
+    targets = dataclasses.replace(batch.targets, boxes=Ragged(batch.targets.boxes.values[[0, 0]], torch.tensor([1, 1])))
     return dataclasses.replace(batch, texts=texts, targets=targets, image_index=torch.tensor([[0, 1], [1, 0]]))
 
 

@@ -1,9 +1,10 @@
-"""RefCOCO, RefCOCO+ and RefCOCOg: expressions that refer to one annotated object of an image.
+"""RefCOCO, RefCOCO+ and RefCOCOg: expressions that refer to one annotated object of an image; gRefCOCO: to any number.
 
 Files (`data.files`, relative to `data.root`)
     images        folder of the image files listed in the instances file
     instances     COCO instances with all annotated objects of the images
-    refs          REFER's file of expressions, such as `refs(unc).p`, or the same contents as `.json`
+    refs          REFER's file of expressions, such as `refs(unc).p`, or the same contents as `.json`, or gRefCOCO's
+                  `grefs(unc).json`
     phrases       (optional) folder of the expressions' noun phrases, <image id>.txt as in Flickr30K Entities
     phrase_boxes  (with phrases) folder of their boxes, <image id>.xml, pixels counted from 1
 """
@@ -26,7 +27,7 @@ from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.config import NoOptions
 from e2e_vl.data.flickr30k import AnnotatedImage, EntitySentence, read_annotation, read_sentences
 from e2e_vl.io import FourNumbers, Id, Record, Words
-from e2e_vl.samples import PhraseBoxes, ReferredBox, SampleImage, SampleText
+from e2e_vl.samples import PhraseBoxes, ReferredBoxes, SampleImage, SampleText
 
 
 class Sentence(Record):
@@ -38,27 +39,33 @@ class Sentence(Record):
 
 
 class Ref(Record):
-    """One annotated object and the sentences about it."""
+    """One annotated object and the sentences about it; in gRefCOCO a list of objects, [-1] for none."""
 
     ref_id: Id
-    ann_id: Id
+    ann_id: Id | list[Id]
     image_id: Id
     split: str
     sentences: Annotated[list[Sentence], Meta(min_length=1)]
     family: str | None = None
 
+    @property
+    def ann_ids(self) -> list[Id]:
+        """The annotations that it refers to."""
+        ids = self.ann_id if isinstance(self.ann_id, list) else [self.ann_id]
+        return [] if ids == [-1] else ids
+
 
 class Expression(TextRecord, array_like=True):
-    """One sentence about one annotated object."""
+    """One sentence about the annotated objects that it refers to."""
 
     ref_id: Id
     sent_id: Id
-    ann_id: Id
+    ann_ids: tuple[Id, ...]
     image_id: Id
     split: str
     words: str
-    category: str  # of the annotated object
-    box: FourNumbers  # xyxy, pixels of the original image
+    category: str | None  # of the annotated object, where it is one
+    boxes: tuple[FourNumbers, ...]  # xyxy, pixels of the original image
     family: str | None = None  # kind of expression, in synthetic data only
 
     @property
@@ -66,14 +73,17 @@ class Expression(TextRecord, array_like=True):
         return self.sent_id
 
     @property
-    def truth(self) -> ReferredBox:
-        return ReferredBox(self.box)
+    def truth(self) -> ReferredBoxes:
+        return ReferredBoxes(self.boxes)
 
     @property
     def metadata(self) -> dict[str, Any]:
         """Metadata for predictions and metrics."""
-        names = ("ref_id", "sent_id", "image_id", "ann_id", "category")
-        metadata = {name: getattr(self, name) for name in names} | {"gt_box": list(self.box)}
+        metadata = {name: getattr(self, name) for name in ("ref_id", "sent_id", "image_id", "category")}
+        if len(self.boxes) == 1:
+            metadata |= {"ann_id": self.ann_ids[0], "gt_box": list(self.boxes[0])}
+        else:
+            metadata["gt_boxes"] = [list(box) for box in self.boxes]
         return metadata if self.family is None else metadata | {"family": self.family}
 
 
@@ -97,16 +107,18 @@ def read_expressions(path: str | Path, instances: CocoInstances) -> list[Express
     targets = {one.id: (image.id, one) for image in instances.images for one in image.objects}
     expressions = []
     for ref in read_refs(path):
-        image_id, target = targets.get(ref.ann_id, (None, None))
-        if ref.image_id != image_id:
-            raise UserError(
-                f"{path}: ref {ref.ref_id} refers to annotation {ref.ann_id} of image {ref.image_id}, but in "
-                f"{instances.path} it is missing, has an empty box or belongs to another image; use the instances.json "
-                "of this refs file"
-            )
-        ids, category = (ref.ann_id, ref.image_id, ref.split), instances.class_names[target.class_index]
+        for ann_id in ref.ann_ids:
+            if targets.get(ann_id, (None,))[0] != ref.image_id:
+                raise UserError(
+                    f"{path}: ref {ref.ref_id} refers to annotation {ann_id} of image {ref.image_id}, but in "
+                    f"{instances.path} it is missing, has an empty box or belongs to another image; use the "
+                    "instances.json of this refs file"
+                )
+        objects = [targets[ann_id][1] for ann_id in ref.ann_ids]
+        ids, boxes = (tuple(ref.ann_ids), ref.image_id, ref.split), tuple(one.box for one in objects)
+        category = instances.class_names[objects[0].class_index] if len(objects) == 1 else None
         expressions += [
-            Expression(ref.ref_id, one.sent_id, *ids, one.sent, category, target.box, one.family or ref.family)
+            Expression(ref.ref_id, one.sent_id, *ids, one.sent, category, boxes, one.family or ref.family)
             for one in ref.sentences
         ]
     return expressions
@@ -161,7 +173,7 @@ class RefCOCODataset(RecordDataset):
     def text(self, index: int) -> SampleText:
         expression = self.texts[index]
         if self.phrases is None:
-            phrases = PhraseBoxes(((0, len(expression.words)),), (np.array([expression.box]),))
+            phrases = PhraseBoxes(((0, len(expression.words)),), (np.array(expression.boxes).reshape(-1, 4),))
         else:
             phrases = self.phrases.of(expression.image_id, expression.words)
         return dataclasses.replace(super().text(index), phrases=phrases)

@@ -7,6 +7,11 @@
 | `strict` | MAttNet's IoU > 0.5 | UNITER |
 | `same_annotation` | the chosen annotation is the referred one, so a near-duplicate is wrong | MAttNet, gt boxes |
 
+gRefCOCO has expressions about no or several objects; a prediction is one box or none. N-acc and T-acc are the shares of
+expressions without and with a target for which no box and a box is predicted; gIoU is the mean IoU of the predicted and
+the true areas, 1 for two empty ones (GRES, arXiv 2306.00968, section 3.3, there of masks, here of boxes); Pr@(F1=1) is
+the share of expressions whose boxes are all right (GREC, arXiv 2308.16182).
+
 All use continuous corners with x2 = x + w (equivalent to MAttNet's x2 = x + w - 1 with inclusive pixels) and count
 expressions, not refs. The conventions follow the official scripts and are tested with golden data.
 
@@ -35,19 +40,26 @@ _ROUNDING = 1e-9
 class ReferringPrediction(Prediction, kw_only=True):
     """The region that an expression refers to."""
 
-    box: Box | None  # None: there were no candidate regions
+    box: Box | None  # None: there were no candidate regions, or the null candidate won
     score: Score
+    null_score: Score | None = None  # of the null candidate; None: there is none
     candidate_boxes: tuple[Box, ...]  # all candidate regions
     candidate_scores: tuple[Score, ...] = ()
     # annotation ids of the *last* candidate boxes (a box of the whole image may come before them)
     candidate_ann_ids: tuple[int, ...] | None = None
     detected_class: str | None = None  # the detector's class for the box; None: unknown
-    gt_box: Box | None = None  # ground truth; None: unknown
+    gt_box: Box | None = None  # ground truth; None: unknown, or not exactly one box
+    gt_boxes: tuple[Box, ...] | None = None  # ground truth of an expression about no or several objects (gRefCOCO)
     category: str | None = None  # category of that box
     ann_id: Id | None = None
     ref_id: Id | None = None
     sent_id: Id | None = None
     image_id: Id | None = None
+
+    @property
+    def targets(self) -> tuple[Box, ...] | None:
+        """The boxes that the expression refers to; None: unknown."""
+        return self.gt_boxes if self.gt_box is None else (self.gt_box,)
 
 
 def box_iou(boxes: np.ndarray, gt_boxes: np.ndarray, convention: str, image_size: Any = None) -> np.ndarray:
@@ -91,37 +103,69 @@ def referring_metrics(predictions: Iterable[ReferringPrediction], convention: st
 
     Args:
         convention: one in the table above. `vlbert` needs `image_size`, `same_annotation` needs `ann_id` and
-            `candidate_ann_ids`, the others `gt_box`.
+            `candidate_ann_ids`, the others the true boxes.
 
     Returns:
-        `accuracy` and `ceiling` (the share of expressions with any right candidate: the best possible accuracy), also
-        as `accuracy/<family>` and `ceiling/<family>`, as fractions; and `count`. Without predictions all are 0. An
-        expression of the family "relation/near" counts in "relation", too.
+        `accuracy` and `ceiling` (the share of expressions with any right candidate: the best possible accuracy) of the
+        expressions with a target, also as `accuracy/<family>` and `ceiling/<family>`, as fractions; and their `count`.
+        Without predictions all are 0. An expression of the family "relation/near" counts in "relation", too. With
+        expressions without a target also `n_acc` (and by family), `t_acc`, `giou`, `f1_precision`.
     """
-    needs = {"same_annotation": ("ann_id", "candidate_ann_ids"), "vlbert": ("gt_box", "image_size")}
+    needs = {"same_annotation": ("ann_id", "candidate_ann_ids"), "vlbert": ("targets", "image_size")}
     right: dict[str, list[tuple[bool, bool]]] = defaultdict(list)
+    found_none: dict[str, list[bool]] = defaultdict(list)  # of expressions without a target
+    ious, found_some = [], []
     for prediction in predictions:
-        for name in needs.get(convention, ("gt_box",)):
+        families = [] if prediction.family is None else accumulate(prediction.family.split("/"), "{}/{}".format)
+        families = ["", *(f"/{family}" for family in families)]
+        if prediction.targets == ():
+            for family in families:
+                found_none[family].append(prediction.box is None)
+            ious.append(float(prediction.box is None))
+            continue
+        for name in needs.get(convention, ("targets",)):
             if getattr(prediction, name) is None:
                 raise UserError(
                     f"The prediction for text {prediction.text_index} has no {name}, which the convention {convention} "
                     "needs."
                 )
         result = _same_annotation(prediction) if convention == "same_annotation" else _iou_hit(prediction, convention)
-        right[""].append(result)
-        if prediction.family is not None:
-            for family in accumulate(prediction.family.split("/"), "{}/{}".format):
-                right[f"/{family}"].append(result)
+        for family in families:
+            right[family].append(result)
+        found_some.append(prediction.box is not None)
+        ious.append(0.0 if prediction.box is None else area_iou([prediction.box], prediction.targets or ()))
     metrics = {"accuracy": 0.0, "ceiling": 0.0, "count": float(len(right[""]))}
     for family, results in sorted(right.items()):
         if results:
             metrics[f"accuracy{family}"], metrics[f"ceiling{family}"] = (float(x) for x in np.mean(results, axis=0))
+    if found_none:
+        metrics |= {f"n_acc{family}": float(np.mean(results)) for family, results in sorted(found_none.items())}
+        hits_of_all = [*found_none[""], *(one for one, _ in right[""])]
+        metrics |= {"t_acc": float(np.mean(found_some or [0.0])), "giou": float(np.mean(ious))}
+        metrics["f1_precision"] = float(np.mean(hits_of_all))
     return metrics
+
+
+def area_iou(boxes: Sequence[Box], gt_boxes: Sequence[Box]) -> float:
+    """IoU of the areas that two lists of boxes cover, xyxy."""
+    ours, truth = (np.asarray(one, dtype=np.float64).reshape(-1, 4) for one in (boxes, gt_boxes))
+    xs, ys = (np.unique(np.concatenate([ours, truth])[:, side::2]) for side in (0, 1))  # the edges cut out cells
+
+    def covered(own: np.ndarray) -> np.ndarray:
+        x1, y1, x2, y2 = own.T[..., None]
+        columns, rows = (x1 <= xs[:-1]) & (xs[:-1] < x2), (y1 <= ys[:-1]) & (ys[:-1] < y2)
+        return (rows[:, :, None] & columns[:, None]).any(axis=0)
+
+    areas, one, other = np.outer(np.diff(ys), np.diff(xs)), covered(ours), covered(truth)
+    union = areas[one | other].sum()
+    return float(areas[one & other].sum() / union) if union else 0.0
 
 
 def _iou_hit(prediction: ReferringPrediction, convention: str) -> tuple[bool, bool]:
     """(prediction right, any candidate right)."""
-    gt_box = np.asarray(prediction.gt_box, dtype=np.float64)
+    if len(prediction.targets) > 1:  # one box is not all of them
+        return False, False
+    gt_box = np.asarray(prediction.targets[0], dtype=np.float64)
     candidates = np.asarray(prediction.candidate_boxes, dtype=np.float64).reshape(-1, 4)
     reachable = bool(hits(candidates, gt_box, convention, prediction.image_size).any())
     has_box = prediction.box is not None

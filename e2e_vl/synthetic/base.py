@@ -98,11 +98,12 @@ class SceneRecord(ScenePlace):
     size: tuple[int, int]  # (height, width), pixels
     objects: list[ObjectRecord]  # back to front
     references: list[Reference]  # about single objects; `target` is an index into `objects`
+    without_target: list[Reference]  # about none
     captions: list[str]  # up to five true sentences
     detections: list[dict[str, Any]]  # what `draw_detections` returned
     drawn: Any  # what the `draw` of a writer returned
     first_annotation_id: int = 1  # of the first object, in the whole data set; the other objects follow
-    first_sentence_id: int = 0  # of the first reference, in the whole data set; the other references follow
+    first_sentence_id: int = 0  # of the first reference, in the whole data set; the others and `without_target` follow
 
 
 class FormatWriter(ABC):

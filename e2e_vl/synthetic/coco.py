@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from e2e_vl.synthetic.base import ATTRIBUTES, CATEGORIES, FormatWriter, SceneRecord, by_split, write_compact
+from e2e_vl.synthetic.language import Reference
 
 
 class COCOAnnotationsWriter(FormatWriter):
@@ -90,13 +91,14 @@ def _write(path: Path, scenes: Sequence[SceneRecord], annotations: list[dict[str
     write_compact(path, content)
 
 
-# Writer of RefCOCO+ in the layout of REFER.
+# Writer of RefCOCO+ in the layouts of REFER and gRefCOCO.
 
 
 class RefCOCOPlusWriter(FormatWriter):
     """Writes `instances.json` (as in COCO) and the pickle `refs(unc).p`, both over all splits.
 
-    A sentence's `family` is ours, the other keys are REFER's.
+    With `no_target` also `grefs(unc).json` of gRefCOCO, with the same expressions and those without a target. A
+    sentence's `family` is ours, the other keys are REFER's.
     """
 
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
@@ -107,6 +109,11 @@ class RefCOCOPlusWriter(FormatWriter):
         # A pickle also records which equal strings are one object, and that depends on the processes that made them.
         refs = json.loads(json.dumps(refs))
         (folder / "refs(unc).p").write_bytes(pickle.dumps(refs, protocol=2))  # the newest protocol that Python 2 reads
+        if self.recipe.language.no_target:
+            general = [one | {"ann_id": [one["ann_id"]], "category_id": [one["category_id"]]} for one in refs]
+            for scene in scenes:
+                general += _without_target(scene, len(general))
+            write_compact(folder / "grefs(unc).json", general)
 
 
 def _refs(scene: SceneRecord, first_ref_id: int) -> list[dict[str, Any]]:
@@ -116,9 +123,7 @@ def _refs(scene: SceneRecord, first_ref_id: int) -> list[dict[str, Any]]:
     """
     sentences: dict[int, list[dict[str, Any]]] = {}  # by object
     for sent_id, reference in enumerate(scene.references, start=scene.first_sentence_id):
-        said = {"raw": reference.typed, "sent_id": sent_id, "sent": reference.sentence}
-        entry = {"tokens": reference.sentence.split(" "), **said, "family": reference.expression.subfamily}
-        sentences.setdefault(reference.target, []).append(entry)
+        sentences.setdefault(reference.target, []).append(_sentence(sent_id, reference))
     return [
         {
             "sent_ids": [entry["sent_id"] for entry in entries],
@@ -132,6 +137,29 @@ def _refs(scene: SceneRecord, first_ref_id: int) -> list[dict[str, Any]]:
         }
         for ref_id, (target, entries) in enumerate(sentences.items(), start=first_ref_id)
     ]
+
+
+def _without_target(scene: SceneRecord, first_ref_id: int) -> list[dict[str, Any]]:
+    """One entry per expression that is true of nothing."""
+    first_sentence_id = scene.first_sentence_id + len(scene.references)
+    return [
+        {
+            "sent_ids": [first_sentence_id + number],
+            "file_name": scene.image_file.name,
+            "ann_id": [-1],
+            "ref_id": first_ref_id + number,
+            "image_id": scene.image_id,
+            "split": scene.split,
+            "sentences": [_sentence(first_sentence_id + number, reference)],
+            "category_id": [-1],
+        }
+        for number, reference in enumerate(scene.without_target)
+    ]
+
+
+def _sentence(sent_id: int, reference: Reference) -> dict[str, Any]:
+    said = {"raw": reference.typed, "sent_id": sent_id, "sent": reference.sentence}
+    return {"tokens": reference.sentence.split(" "), **said, "family": reference.expression.subfamily}
 
 
 # Writer of a detections file as MAttNet published them.

@@ -64,6 +64,8 @@ class LanguageConfig(Settings, frozen=True):
     )
     refs_per_image: _Range = (2, 4)  # least and most objects that are chosen to be referred to
     sentences_per_ref: _Range = (2, 3)  # least and most expressions planned for each of them
+    # share of further expressions of gRefCOCO's file that are true of nothing in the scene
+    no_target: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     vcr_families: Annotated[tuple[VCRFamily, ...], _NotEmpty] = VCR_FAMILIES  # what VCR's questions ask
     # of NLVR2; an even number, in the release about two
     sentences_per_pair: Annotated[int, Meta(ge=2, multiple_of=2)] = 2

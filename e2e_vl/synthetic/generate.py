@@ -44,7 +44,7 @@ from e2e_vl.synthetic.coco import (
 from e2e_vl.synthetic.conceptual import ConceptualWriter, CorpusWriter, ShardsWriter
 from e2e_vl.synthetic.config import ImitatedDetectorConfig, LanguageConfig, SceneConfig
 from e2e_vl.synthetic.gqa import GQAWriter
-from e2e_vl.synthetic.language import draw_captions, draw_references
+from e2e_vl.synthetic.language import draw_captions, draw_references, draw_without_target
 from e2e_vl.synthetic.lxmert import LxmertWriter
 from e2e_vl.synthetic.nlvr2 import PairWriter
 from e2e_vl.synthetic.phrases import EntitiesWriter, PhrasesWriter, VisualGenomeWriter
@@ -150,7 +150,7 @@ def _add_formats(
     for scene in _map_scenes(make, places, workers):
         scenes.append(replace(scene, first_annotation_id=annotation_id, first_sentence_id=sentence_id))
         annotation_id += len(scene.objects)
-        sentence_id += len(scene.references)
+        sentence_id += len(scene.references) + len(scene.without_target)
 
     for name, writer in writers.items():
         (output / name).mkdir(exist_ok=True)
@@ -208,6 +208,8 @@ def _make_scene(
     references = draw_references(graph, recipe.language, rng)
     captions = draw_captions(graph, rng)
     detections = draw_detections(scene, recipe.detections, rng)
+    own = recipe.generator(place.split, place.number, "no target")
+    without_target = draw_without_target(graph, references, recipe.language.no_target, recipe.scene.values, own)
     if with_image:
         options = _IMAGE_OPTIONS[recipe.image_format]
         _, encoded = cv2.imencode(place.image_file.suffix, scene.image[..., ::-1], options)
@@ -217,6 +219,7 @@ def _make_scene(
         size=scene.image.shape[:2],
         objects=[ObjectRecord.from_object(item) for item in scene.objects],
         references=references,
+        without_target=without_target,
         captions=captions,
         detections=detections,
         drawn={},

@@ -225,9 +225,9 @@ _SUBSETS = tuple(slots for k in range(len(SLOTS) + 1) for slots in combinations(
 
 @dataclass(frozen=True)
 class Reference:
-    """An expression about one object of a scene."""
+    """An expression about one object of a scene, or about none."""
 
-    target: int  # index of the object that the expression is true of
+    target: int | None  # index of the object that the expression is true of; None: it is true of none
     expression: ReferringExpression
     sentence: str  # its words (see `to_words`)
     typed: str = ""  # the sentence as an annotator might have typed it
@@ -258,6 +258,55 @@ def draw_references(graph: SceneGraph, config: LanguageConfig, rng: np.random.Ge
             said[reference.expression] = reference
             counts[reference.target] = counts.get(reference.target, 0) + 1
     return [replace(reference, typed=as_typed(reference.sentence, rng)) for reference in said.values()]
+
+
+def draw_without_target(
+    graph: SceneGraph, references: Sequence[Reference], share: float, values: Values, rng: np.random.Generator
+) -> list[Reference]:
+    """Expressions that are clearly true of no object: expressions about the scene with one word changed.
+
+    Args:
+        share: their share among all expressions, on average.
+        values: the values of each attribute.
+    """
+    said = {reference.expression for reference in references}
+    found = []
+    for _ in range(rng.binomial(len(references), share / (1 - share))):
+        for _ in range(_PROPOSALS):
+            expression = _changed(references[rng.integers(len(references))].expression, values, rng)
+            if expression not in said and fits_nothing(expression, graph):
+                said.add(expression)
+                sentence = to_words(expression, rng)
+                found.append(Reference(None, expression, sentence, as_typed(sentence, rng)))
+                break
+    return found
+
+
+def _changed(expression: ReferringExpression, values: Values, rng: np.random.Generator) -> ReferringExpression:
+    """The expression with another attribute of the object or of its anchor, or with another relation."""
+    places = [(part, slot) for part in ("description", "anchor") for slot in SLOTS]
+    places = [(part, slot) for part, slot in places if getattr(getattr(expression, part), slot, None) is not None]
+    if expression.family == "relation":
+        places.append(("operator", ""))
+    part, slot = places[rng.integers(len(places))] if places else ("operator", "")
+    if part == "operator":
+        return replace(expression, operator=str(rng.choice(RELATIONS))) if places else expression
+    description = getattr(expression, part)
+    others = [value for value in values[slot] if value != getattr(description, slot)]
+    return replace(expression, **{part: replace(description, **{slot: others[rng.integers(len(others))]})})
+
+
+def fits_nothing(expression: ReferringExpression, graph: SceneGraph) -> bool:
+    """Whether an expression is clearly true of no object, or its anchor does not exist."""
+    candidates, anchor = expression.description.mask(graph), expression.anchor
+    if not candidates or (anchor is not None and not anchor.mask(graph)):
+        return True
+    one = None if anchor is None else _only(anchor.mask(graph))
+    if one is None:
+        return False
+    candidates &= ~(1 << one)
+    fails = graph.unrelated.get(expression.operator)  # the nearest and the farthest always exist
+    return not candidates or (fails is not None and not candidates & ~fails[one])
 
 
 class _Speaker:

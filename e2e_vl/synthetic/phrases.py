@@ -252,7 +252,7 @@ class PhrasesWriter(EntitiesWriter):
     """Writes the noun phrases of expressions in the format of `EntitiesWriter`."""
 
     def draw(self, scene: SceneRecord, graph: SceneGraph) -> list[EntityCaption]:
-        return [phrases_of_reference(reference, graph) for reference in scene.references]
+        return [phrases_of_reference(one, graph) for one in [*scene.references, *scene.without_target]]
 
     def write_parses(self, folder: Path, split: str, scenes: Sequence[SceneRecord]) -> None:
         """Expressions have no gold parses."""
@@ -263,8 +263,9 @@ def phrases_of_reference(reference: Reference, graph: SceneGraph) -> EntityCapti
     expression, fitting = reference.expression, reference.expression.description.mask(graph)
     head, link, rest = split_phrases(expression, reference.sentence)
     if not rest:
-        return [DrawnPhrase(head, "other", (reference.target,))]
-    others = fitting & ~(1 << reference.target) if expression.anchor is None else expression.anchor.mask(graph)
+        return [DrawnPhrase(head, "other", () if reference.target is None else (reference.target,))]
+    own = 0 if reference.target is None else 1 << reference.target
+    others = fitting & ~own if expression.anchor is None else expression.anchor.mask(graph)
     return [
         DrawnPhrase(head, "other", tuple(members(fitting))),
         link,

@@ -34,6 +34,8 @@ class ReferringConfig(Settings, frozen=True):
     # a text without regions counts as a wrong answer (`box` None) instead of an error, for detectors that may find
     # nothing
     no_region_is_miss: bool = False
+    # a learned score of "none of these" competes with the regions, for expressions that may refer to nothing (gRefCOCO)
+    null_candidate: bool = False
     new_layers: NewLayers = "official"  # initialisation of the head, see `e2e_vl.tasks.base.init_head`
     # how `metrics` compares boxes, see `e2e_vl.metrics.refcoco`
     iou_convention: Literal["mattnet", "vlbert", "strict", "same_annotation"] = "mattnet"

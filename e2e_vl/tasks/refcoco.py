@@ -1,4 +1,4 @@
-"""Referring expressions (RefCOCO, RefCOCO+, RefCOCOg): which region does an expression refer to?
+"""Referring expressions (RefCOCO, RefCOCO+, RefCOCOg, gRefCOCO): which region does an expression refer to, if any?
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import Self
 
 import numpy as np
 import torch
@@ -21,11 +22,12 @@ from detector.errors import UserError
 from detector.images import load_image
 from detector.structures import Loss
 from e2e_vl.drawing import BLUE, GREEN, PALETTE, RED, Colour, draw_boxes
-from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, stacked
+from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Ragged, Targets, TextExample, ragged
 from e2e_vl.metrics.refcoco import ReferringPrediction, referring_metrics, write_submission
 from e2e_vl.predictions import Box, Ranked, box_text
-from e2e_vl.samples import Question, ReferredBox, Sample, SampleText
+from e2e_vl.samples import Question, ReferredBoxes, Sample, SampleText
 from e2e_vl.structures import (
+    Ability,
     Batch,
     EncoderOutput,
     ModelOutput,
@@ -34,27 +36,28 @@ from e2e_vl.structures import (
     at_least_float32,
     class_names_of,
 )
-from e2e_vl.tasks.base import Head, HeadInit, PredictionSummary, Task, Transform, candidate_regions, phrase_boxes
+from e2e_vl.tasks.base import Head, HeadInit, PredictionSummary, Sizes, Task, Transform, candidate_regions, phrase_boxes
 from e2e_vl.tasks.config import ReferringConfig
 from e2e_vl.text import TextTokenizer
 
+NOTHING = "nothing fits"  # the answer of the null candidate
 OTHER_COLOURS = PALETTE[3:]  # for phrases: no green, blue or red
 
 
 @dataclasses.dataclass
 class ReferringTargets(Targets):
-    """The box that each expression refers to, in pixels of the resized image (scaled and flipped, not clamped)."""
+    """The boxes that each expression refers to, in pixels of the resized image (scaled and flipped, not clamped)."""
 
-    box: Float[np.ndarray, " 4"] | Float[Tensor, "M 4"] | None = stacked()
+    boxes: Float[np.ndarray, "K 4"] | Ragged | None = ragged()
 
 
 class ReferringPreprocessor(Preprocessor):
     """Encodes an expression as one text; in flipped images "left" and "right" are swapped (official VL-BERT code)."""
 
-    learns_from = (ReferredBox,)
+    learns_from = (ReferredBoxes,)
 
     def placeholder_targets(self) -> ReferringTargets:
-        return ReferringTargets(np.zeros(4, dtype=np.float32))
+        return ReferringTargets(np.zeros((1, 4), dtype=np.float32))
 
     def encode_text(
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
@@ -66,13 +69,13 @@ class ReferringPreprocessor(Preprocessor):
         if image.box_ids is not None:
             record["candidate_ann_ids"] = list(image.box_ids)
         targets = ReferringTargets()
-        if isinstance(text.truth, ReferredBox):
-            targets.box = image.image_transform.transform_boxes(np.array(text.truth.box))[0].astype(np.float32)
+        if isinstance(text.truth, ReferredBoxes):
+            targets.boxes = image.image_transform.transform_boxes(np.array(text.truth.boxes)).astype(np.float32)
         yield TextExample(encoding, text.image_index, record, targets)
 
 
 class ReferringTask(Task):
-    """Scores each region; the region with the highest score is predicted.
+    """Scores each region; the region with the highest score is predicted, or none if `null_candidate` scores higher.
 
     Padding is masked (the official code does not mask padded boxes, so it may predict them).
     """
@@ -81,12 +84,24 @@ class ReferringTask(Task):
     prediction_class = ReferringPrediction
     example_call = '"photo.jpg", "the small red circle"'
     write_submission = staticmethod(write_submission)
-    starts_from = HeadInit(copies={"masked_regions.transform.": "head.transform."}, random=("head.output.",))
+    starts_from = HeadInit(
+        copies={"masked_regions.transform.": "head.transform."}, random=("head.output.", "null_head.")
+    )
 
-    def __init__(self, hidden_size: int, config: ReferringConfig | None = None):
+    def __init__(self, hidden_size: int, config: ReferringConfig | None = None, summary_size: int | None = None):
         super().__init__()
         self.config = config = config or ReferringConfig()
         self.head = Head(hidden_size, None, config.dropout, config.new_layers, transform=Transform(hidden_size))
+        if config.null_candidate:
+            self.null_head = Head(summary_size or hidden_size, None, config.dropout, config.new_layers)
+
+    @classmethod
+    def build(cls, sizes: Sizes, config: ReferringConfig) -> Self:
+        return cls(sizes.hidden_size, config, sizes.summary_size)
+
+    @property
+    def needs(self) -> tuple[Ability, ...]:
+        return (Ability.SUMMARY_OF_SINGLE,) if self.config.null_candidate else ()
 
     def preprocessor(self, text_tokenizer: TextTokenizer) -> ReferringPreprocessor:
         return ReferringPreprocessor(text_tokenizer)
@@ -98,26 +113,36 @@ class ReferringTask(Task):
         """Score the regions of M texts.
 
         Returns:
-            `logits` float32 [M, R], -inf for padding (and for the whole image if it is no candidate), and the loss
-            `referring` if the batch has the target `box`. Its count is the number of candidate regions of texts with a
-            target ("binary") or of texts with a positive region ("softmax").
+            `logits` float32 [M, R], -inf for padding (and for the whole image if it is no candidate), with
+            `null_candidate` [M, R + 1], its score last; and the loss `referring` if the batch has the target `boxes`.
+            Its count is the number of candidates of texts with a target ("binary") or of texts with a positive
+            candidate ("softmax").
         """
         scores = at_least_float32(self.head(encoded.regions))
         config = self.config
         candidates = candidate_regions(
             text_regions, whole_image_can_win=config.whole_image_can_win, may_be_empty=config.no_region_is_miss
         )
+        if config.null_candidate:
+            scores = torch.cat([scores, at_least_float32(self.null_head(encoded.summary))[:, None]], dim=1)
+            candidates = F.pad(candidates, (0, 1), value=True)
         losses = {}
-        if batch.targets is not None and batch.targets.box is not None:
-            positive = self.positive_regions(text_regions, batch.targets.box) & candidates
+        if batch.targets is not None and batch.targets.boxes is not None:
+            positive = self.positive_regions(text_regions, batch.targets.boxes)
+            if config.null_candidate:
+                positive = torch.cat([positive, (batch.targets.boxes.counts == 0)[:, None]], dim=1)
+            positive &= candidates
             loss = self._binary_loss if config.loss == "binary" else self._softmax_loss
             losses["referring"] = loss(*map(batch.targets.with_target, (scores, positive, candidates)))
         return TaskOutput(losses=losses, logits=scores.masked_fill(~candidates, -torch.inf))
 
-    def positive_regions(self, text_regions: TextRegions, referred: Float[Tensor, "M 4"]) -> Bool[Tensor, "M R"]:
-        """Regions whose IoU with the referred box is greater than `positive_iou`."""
+    def positive_regions(self, text_regions: TextRegions, referred: Ragged) -> Bool[Tensor, "M R"]:
+        """Regions whose IoU with a referred box is greater than `positive_iou`."""
         iou_of_each = torch.vmap(functools.partial(pairwise_iou, plus_one=self.config.plus_one))
-        return iou_of_each(text_regions.boxes, referred[:, None])[..., 0] > self.config.positive_iou
+        boxes = text_regions.boxes[referred.owner]  # one row per referred box
+        fits = iou_of_each(boxes, referred.values[:, None])[..., 0] > self.config.positive_iou
+        counts = torch.zeros(text_regions.boxes.shape[:2], dtype=torch.int64, device=boxes.device)
+        return counts.index_add(0, referred.owner, fits.long()) > 0
 
     def _binary_loss(
         self, scores: Float[Tensor, "texts R"], positive: Bool[Tensor, "texts R"], candidates: Bool[Tensor, "texts R"]
@@ -139,12 +164,13 @@ class ReferringTask(Task):
         return Loss(total=each.sum(), count=labelled.sum().float())
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[ReferringPrediction]:
-        """Predict the candidate with the highest logit.
+        """Predict the candidate with the highest logit; no box if that is the null candidate.
 
         Its score is the sigmoid of the logit, or with the softmax loss, the softmax over the candidates.
         """
         logits, text_regions = output.task.logits, output.text_regions
-        candidates = logits > -torch.inf
+        regions = text_regions.boxes.shape[1]
+        candidates = (logits > -torch.inf)[:, :regions]
         if not self.config.no_region_is_miss:
             for row in (~candidates.any(dim=1)).nonzero().flatten().tolist():
                 names = [batch.images.names[index] for index in batch.image_index[row].tolist() if index >= 0]
@@ -157,22 +183,25 @@ class ReferringTask(Task):
         classes = class_names_of(output)
         predictions = []
         for row, (winner, kept) in enumerate(zip(logits.argmax(dim=1).tolist(), candidates.cpu(), strict=True)):
-            has_region = bool(kept.any())
+            has_box = bool(kept.any()) and winner < regions
             predictions.append(
                 self.prediction(
                     batch.records[row],
-                    box=boxes[row, winner].tolist() if has_region else None,
-                    score=float(shares[row, winner]) if has_region else 0.0,
-                    detected_class=(classes[row][winner] or None) if has_region else None,
+                    box=boxes[row, winner].tolist() if has_box else None,
+                    score=float(shares[row, winner]) if has_box or winner == regions else 0.0,
+                    null_score=float(shares[row, -1]) if self.config.null_candidate else None,
+                    detected_class=(classes[row][winner] or None) if has_box else None,
                     candidate_boxes=boxes[row, kept].tolist(),
-                    candidate_scores=shares[row, kept].tolist(),
+                    candidate_scores=shares[row, :regions][kept].tolist(),
                 )
             )
         return predictions
 
     def correctness(self, prediction: ReferringPrediction) -> float | None:
         """1 if the predicted box is correct under the task's IoU convention, else 0; None if the truth is unknown."""
-        if prediction.gt_box is None and prediction.ann_id is None:
+        if prediction.targets == ():
+            return float(prediction.box is None)
+        if prediction.targets is None and prediction.ann_id is None:
             return None
         return referring_metrics([prediction], self.config.iou_convention)["accuracy"]
 
@@ -182,12 +211,12 @@ class ReferringTask(Task):
     def ranked(self, prediction: ReferringPrediction) -> Ranked:
         """The predicted box as text, with its score."""
         if prediction.box is None:
-            return ()
+            return () if prediction.null_score is None else ((NOTHING, prediction.null_score),)
         x1, y1, x2, y2 = (round(value, 1) for value in prediction.box)
         return ((f"x {x1} to {x2}, y {y1} to {y2}", prediction.score),)
 
     def answer_lines(self, prediction: ReferringPrediction) -> list[str]:
-        """The predicted box and its score as one line of text."""
+        """The predicted box, or that nothing fits, and its score as one line of text."""
         return super().answer_lines(prediction) or ["nothing: there are no candidate regions"]
 
     def draw(self, prediction: ReferringPrediction) -> np.ndarray:
@@ -200,8 +229,7 @@ class ReferringTask(Task):
         chosen = f"chosen: {prediction.detected_class}" if prediction.detected_class else "chosen"
         meant = f"meant: {prediction.category}" if prediction.category else "meant"
         marks: list[tuple[Box, str, Colour, bool]] = []
-        if prediction.gt_box is not None:
-            marks.append((prediction.gt_box, meant, GREEN, False))
+        marks += [(target, meant, GREEN, False) for target in prediction.targets or ()]
         if box is not None:
             marks.append((box, f"{chosen} {prediction.score:.2f}", BLUE if prediction.correct else RED, False))
         names_answer = box is not None and bool(phrases) and phrases[0].box is not None
@@ -215,7 +243,7 @@ class ReferringTask(Task):
         """The expression, the predicted and the true box, and whether any candidate was right."""
         note, mistakes = "", None
         count = len(prediction.candidate_boxes)
-        if prediction.gt_box is not None:
+        if prediction.targets:
             reachable = referring_metrics([prediction], self.config.iou_convention)["ceiling"]
             note = f"{'a' if reachable else 'no'} right box was among {count} candidates"
         meant, chosen = prediction.category, prediction.detected_class
@@ -223,9 +251,9 @@ class ReferringTask(Task):
             mistakes = ((meant, f"another {chosen}" if chosen == meant else chosen),)
         return PredictionSummary(
             prediction.text,
-            "no box" if prediction.box is None else box_text(prediction.box),
-            None if prediction.box is None else prediction.score,
-            "" if prediction.gt_box is None else box_text(prediction.gt_box),
+            box_text(prediction.box) if prediction.box else "no box" if prediction.null_score is None else NOTHING,
+            prediction.score if prediction.box else prediction.null_score,
+            ", ".join(map(box_text, prediction.targets or ())) or ("" if prediction.targets is None else NOTHING),
             note,
             prediction.family or "",
             mistakes,

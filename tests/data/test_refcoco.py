@@ -22,7 +22,7 @@ from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.image_loader import DetectedBoxes, read_detections
 from e2e_vl.data.refcoco import Expression, RefCOCODataset, read_expressions, read_refs
 from e2e_vl.metrics.refcoco import box_iou
-from e2e_vl.samples import ReferredBox
+from e2e_vl.samples import ReferredBoxes
 from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.text import TextTokenizer, build_vocabulary, load_tokenizer
 from tests.data.helpers import examples, open_dataset, refused
@@ -52,6 +52,21 @@ def test_texts_are_grouped_by_image(tiny):
         make(tiny, "val")
 
 
+def test_expressions_of_grefcoco_refer_to_any_number_of_objects(tiny):
+    refs = json.loads(json.dumps(pickle.loads(tiny.refs_file.read_bytes())))
+    one, other = (ref for ref in refs if ref["image_id"] == 7 and ref["split"] == "train")
+    general = [
+        one | {"ann_id": [one["ann_id"], other["ann_id"]], "category_id": [1, 1]},
+        other | {"ann_id": [-1], "category_id": [-1]},
+    ]
+    path = tiny.refs_file.with_name("grefs(unc).json")
+    path.write_text(json.dumps(general))
+    several, *_, nothing = read_expressions(path, CocoInstances(tiny.instances_file))
+    assert len(several.truth.boxes) == 2 and several.metadata["gt_boxes"] == [list(box) for box in several.boxes]
+    assert nothing.truth == ReferredBoxes(()) and nothing.metadata["gt_boxes"] == []
+    assert nothing.metadata["category"] is None and "ann_id" not in nothing.metadata
+
+
 def test_metadata_and_truth_in_pixels_of_the_stored_image(tiny):
     sample = make(tiny).sample((0, 4))
     [image] = sample.images
@@ -61,7 +76,7 @@ def test_metadata_and_truth_in_pixels_of_the_stored_image(tiny):
     assert first.words == "red square on the left"
     ids = {"ref_id": 1, "sent_id": 10, "image_id": 7, "ann_id": 100}
     assert first.metadata == ids | {"category": "square", "gt_box": [10, 20, 30, 40], "family": "relation"}
-    assert first.truth == ReferredBox((10, 20, 30, 40)) and second.truth == ReferredBox((60, 10, 90, 40))
+    assert first.truth == ReferredBoxes(((10, 20, 30, 40),)) and second.truth == ReferredBoxes(((60, 10, 90, 40),))
     assert "family" not in second.metadata
     assert first.phrases.spans == ((0, len(first.words)),) and first.phrases.boxes[0].tolist() == [[10, 20, 30, 40]]
 
@@ -158,14 +173,14 @@ def test_expressions_boxes_and_detections_line_up_with_real_photos(tmp_path):
                 image, info = int(batch.image_index[row, 0]), instances[record["image_id"]]
                 assert batch.images.original_sizes[image].tolist() == [info.height, info.width]
                 gt_box = np.array(record["gt_box"])
-                np.testing.assert_allclose((batch.targets.box[row] / scales[image]).numpy(), gt_box, atol=1e-3)
+                np.testing.assert_allclose((batch.targets.boxes.values[row] / scales[image]).numpy(), gt_box, atol=1e-3)
 
                 found = detected[str(record["image_id"])][0]
                 assert 0.6 <= box_iou(found, gt_box, "mattnet").max() <= 0.95 + 1e-6
                 assert len(batch.boxes[image]) == len(found) + len(info.objects)
                 referred = len(found) + [one.id for one in info.objects].index(record["ann_id"])
                 # candidates are clamped to the last pixel, targets are not
-                np.testing.assert_allclose(batch.boxes[image][referred], batch.targets.box[row], atol=1.01)
+                np.testing.assert_allclose(batch.boxes[image][referred], batch.targets.boxes.values[row], atol=1.01)
                 assert len(batch.detection_targets.boxes[image]) == sum(not one.is_crowd for one in info.objects)
                 seen += 1
     assert seen == 78

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from detector.errors import UserError
-from e2e_vl.metrics.refcoco import ReferringPrediction, box_iou, hits, referring_metrics, write_submission
+from e2e_vl.metrics.refcoco import ReferringPrediction, area_iou, box_iou, hits, referring_metrics, write_submission
 
 GT = [10.0, 10, 30, 30]  # 20 x 20
 HALF = [10.0, 10, 30, 20]  # IoU exactly 0.5
@@ -95,3 +95,36 @@ def test_the_file_has_three_keys_per_expression(tmp_path):
     write_submission(path, ours)
     expected = [{"ref_id": 1, "sent_id": 2, "box": GT}, {"ref_id": 1, "sent_id": 1, "box": None}]
     assert json.loads(path.read_text(encoding="utf-8")) == expected
+
+
+def test_grefcoco_counts_expressions_without_a_target_and_with_several():
+    other = [50.0, 50, 70, 70]
+    none, several = {"gt_box": None, "gt_boxes": []}, {"gt_box": None, "gt_boxes": [GT, other]}
+    records = [
+        record(GT, family="attribute"),
+        record(None, [HALF]),  # overlooked
+        record(GT, **several),  # half of the area, but not all boxes
+        record(None, [HALF], family="attribute", **none),
+        record(GT, family="relation/near", **none),  # a false alarm
+    ]
+    assert referring_metrics(records) == pytest.approx(
+        {
+            "accuracy": 1 / 3,
+            "ceiling": 2 / 3,
+            "count": 3,
+            "accuracy/attribute": 1,
+            "ceiling/attribute": 1,
+            "n_acc": 1 / 2,
+            "n_acc/attribute": 1,
+            "n_acc/relation": 0,
+            "n_acc/relation/near": 0,
+            "t_acc": 2 / 3,
+            "giou": (1 + 0 + 0.5 + 1 + 0) / 5,
+            "f1_precision": 2 / 5,
+        }
+    )
+
+
+def test_the_area_of_overlapping_boxes_counts_once():
+    assert area_iou([[0, 0, 10, 10], [0, 0, 10, 4]], [[5, 0, 15, 10], [5, 5, 12, 8]]) == pytest.approx(50 / 150)
+    assert area_iou([[1, 1, 1, 1]], [[1, 1, 1, 1]]) == 0

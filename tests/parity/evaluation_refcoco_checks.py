@@ -48,12 +48,12 @@ def predict(data: dict, split: str, track: str) -> list[ReferringPrediction]:
             boxes, scores = data["detections"][str(expression.image_id)][0], prediction["det_scores"]
         assert len(boxes) == len(scores)
         image = instances[expression.image_id]
-        [target] = [one for one in image.objects if one.id == expression.ann_id]
+        [target] = [one for one in image.objects if (one.id,) == expression.ann_ids]
         records.append(
             ReferringPrediction(
                 sent_id=expression.sent_id,
                 image_id=expression.image_id,
-                ann_id=expression.ann_id,
+                ann_id=target.id,
                 box=boxes[int(np.argmax(scores))].tolist(),
                 score=1.0,
                 gt_box=target.box,

@@ -10,6 +10,7 @@ from detector.boxes import pairwise_iou
 from detector.faster_rcnn import FasterRCNN
 from e2e_vl.encoders.layers import SequenceLayout, geometry_embedding
 from e2e_vl.encoders.vl_bert import VLBertModel
+from e2e_vl.examples import Ragged
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch
 from e2e_vl.tasks.refcoco import ReferringTargets
@@ -216,7 +217,7 @@ def refcoco_batch(golden: Golden, dtype: torch.dtype = torch.float32) -> Batch:
         boxes=boxes,
         texts=recorded_texts(encoder),
         image_index=torch.arange(len(boxes))[:, None],
-        targets=ReferringTargets(data["gt_box"].to(dtype)),
+        targets=ReferringTargets(Ragged(data["gt_box"].to(dtype), torch.ones(len(data["gt_box"]), dtype=torch.int64))),
         records=[{"text_index": index} for index in range(len(boxes))],
     )
 
@@ -241,10 +242,10 @@ def test_refcoco_inputs_logits_and_loss(golden, vl_bert_keys):
     words = words.expand(*real_words.shape, -1)
     assert_near(words[real_words], recorded["vlbert_in.text_visual_embeddings"][real_words], "word vectors")
 
-    positive = model.task.positive_regions(output.text_regions, batch.targets.box)
+    positive = model.task.positive_regions(output.text_regions, batch.targets.boxes)
     assert torch.equal(positive[mask], recorded["in.label"][mask] == 1)
     for boxes, referred, ious, real in zip(
-        output.text_regions.boxes, batch.targets.box, recorded["in.iou"], mask, strict=True
+        output.text_regions.boxes, batch.targets.boxes.values, recorded["in.iou"], mask, strict=True
     ):
         assert_near(pairwise_iou(boxes[real], referred[None], plus_one=True)[:, 0], ious[real], "iou")
     assert_near(output.task.logits[mask], recorded["out.label_logits"][mask], "label_logits")

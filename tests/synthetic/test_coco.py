@@ -14,6 +14,7 @@ from pycocotools.coco import COCO
 
 from e2e_vl.synthetic.base import polygons
 from e2e_vl.synthetic.config import LanguageConfig
+from e2e_vl.synthetic.generate import make_scenes
 from tests.synthetic.meaning import LINKS, NUMBERS, SPLITS, described, words_of
 
 DETECTIONS = "detections/refcoco+_unc/res101_coco_minus_refer_notime_dets.json"
@@ -162,7 +163,8 @@ class Judge:
         centres = [np.array(self.objects[k]["bbox"][:2]) + np.array(self.objects[k]["bbox"][2:]) / 2 for k in (i, j)]
         return float(np.linalg.norm(centres[0] - centres[1]))
 
-    def true_of(self, sentence: str) -> set[int]:
+    def true_of(self, sentence: str, several: bool = True) -> set[int]:
+        """`several`: a relation must have more than one candidate."""
         match = re.fullmatch(r"(?:the )?(biggest|largest|smallest) (.*)", sentence)
         if match:
             return self.extreme(self.described(match[2]), bigger=match[1] != "smallest")
@@ -174,6 +176,7 @@ class Judge:
             if match[2] in ("the others", "all the others"):
                 return self.extreme(candidates, bigger=relation == "bigger")
             (anchor,) = self.described(match[2])
+            assert not several or len(candidates - {anchor}) >= 2
             return self.related(candidates - {anchor}, relation, anchor)
         return self.described(sentence)
 
@@ -182,7 +185,6 @@ class Judge:
         return {i for i in candidates if all(self.bigger(i, j) is bigger for j in candidates - {i})}
 
     def related(self, candidates: set[int], relation: str, anchor: int) -> set[int]:
-        assert len(candidates) >= 2
         if relation in ("nearest", "farthest"):
             choose = min if relation == "nearest" else max
             by_centre = choose(candidates, key=lambda i: self.distance(i, anchor))
@@ -253,3 +255,34 @@ def test_the_nearest_object_is_wrong_for_half_of_the_relations(coco, said):
             right.append(judge.objects[nearest]["id"] == ref["ann_id"])
     assert len(right) > 100
     assert np.mean(right) == pytest.approx(0.5, abs=0.06)
+
+
+def test_grefs_have_expressions_that_are_true_of_nothing(tmp_path):
+    language = LanguageConfig(no_target=0.2)
+    formats = ["refcoco+", "refcoco+_phrases"]
+    make_scenes(tmp_path / "data", scenes={"train": 60}, seed=3, language=language, formats=formats)
+    folder = tmp_path / "data" / "refcoco+"
+    refs = json.loads((folder / "grefs(unc).json").read_text())
+    assert [ref["ref_id"] for ref in refs] == list(range(len(refs)))
+    ids = [sentence["sent_id"] for ref in refs for sentence in ref["sentences"]]
+    assert sorted(ids) == list(range(len(ids)))
+    coco, reasons = COCO(str(folder / "instances.json")), Counter()
+    for ref in refs:
+        if ref["ann_id"] != [-1]:
+            assert [coco.anns[ref["ann_id"][0]]["category_id"]] == ref["category_id"]
+            continue
+        [sentence], judge = ref["sentences"], Judge(coco, ref["image_id"])
+        parts = re.split(rf"(?: that is)? (?:{'|'.join(LINKS)}) ", sentence["sent"])
+        head, anchor = re.sub("^(the )?(biggest|largest|smallest) ", "", parts[0]), (*parts, None)[1]
+        if not judge.described(head):
+            reasons["object"] += 1
+        elif anchor is not None and not judge.described(anchor):
+            reasons["anchor"] += 1
+        else:
+            assert anchor is not None
+            reasons["relation"] += 1
+            assert not judge.true_of(sentence["sent"], several=False)
+        phrases = (folder.parent / "refcoco+_phrases" / "Sentences" / f"{ref['image_id']}.txt").read_text()
+        assert sentence["sent"] in re.sub(r"\[/EN#\S+ |\]", "", phrases).split("\n")
+    assert min(reasons[one] for one in ("object", "anchor", "relation")) >= 3
+    assert 0.15 < sum(reasons.values()) / len(ids) < 0.25

@@ -15,7 +15,7 @@ from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.examples import Preprocessor
 from e2e_vl.parts import decode
 from e2e_vl.predictions import GroundedPhrase, Prediction
-from e2e_vl.samples import CorrectAnswer, CorrectChoice, HumanAnswers, PhraseBoxes, ReferredBox, SampleText
+from e2e_vl.samples import CorrectAnswer, CorrectChoice, HumanAnswers, PhraseBoxes, ReferredBoxes, SampleText
 from e2e_vl.structures import EncoderOutput
 from e2e_vl.tasks.base import Task, phrase_boxes
 from e2e_vl.tasks.config import Flickr30KConfig, GQAConfig, NLVR2Config, ReferringConfig, VCRConfig, VQAConfig
@@ -81,10 +81,10 @@ CASES = [
     *((VQATask, VQAConfig(loss=loss, **ANSWERS), PEOPLE) for loss in ("binary", "softmax", "divergence")),
     (GQATask, GQAConfig(**ANSWERS), CorrectAnswer("blue")),
     *((NLVR2Task, NLVR2Config(loss=loss), CorrectChoice(1)) for loss in ("softmax", "sigmoid")),
-    *((ReferringTask, ReferringConfig(loss=loss), ReferredBox(BOX)) for loss in ("binary", "softmax")),
+    *((ReferringTask, ReferringConfig(loss=loss), ReferredBoxes((BOX,))) for loss in ("binary", "softmax")),
     (Flickr30KTask, Flickr30KConfig(), PHRASES),
 ]
-OTHER_TRUTHS = (None, PHRASES, ReferredBox(BOX))
+OTHER_TRUTHS = (None, PHRASES, ReferredBoxes((BOX,)))
 
 
 def preprocessor_of(task: Task, tokenizer, *, with_phrase_spans: bool = True) -> Preprocessor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import msgspec
@@ -15,7 +16,7 @@ from detector.structures import Regions
 from e2e_vl.drawing import BLUE, GREEN, RED
 from e2e_vl.metrics.refcoco import ReferringPrediction
 from e2e_vl.predictions import GroundedPhrase
-from e2e_vl.samples import ReferredBox, SampleText
+from e2e_vl.samples import ReferredBoxes, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, gather_regions
 from e2e_vl.tasks.config import ReferringConfig
 from e2e_vl.tasks.refcoco import OTHER_COLOURS, ReferringTargets, ReferringTask
@@ -33,6 +34,11 @@ BOXES = (
 )
 
 
+def about(*boxes) -> ReferringTargets:
+    """Targets of expressions about these boxes each."""
+    return ReferringTargets.join([ReferringTargets(np.array(own, np.float32).reshape(-1, 4)) for own in boxes])
+
+
 def expressions_about(
     image_index=(0, 1, 1), whole_image: bool = True, boxes=BOXES, referred=(BOXES[0][1], BOXES[1][0], BOXES[1][1])
 ) -> tuple[Batch, Regions, TextRegions]:
@@ -43,7 +49,9 @@ def expressions_about(
         [[index] for index in image_index],
         sizes=SIZES,
         original_sizes=ORIGINAL_SIZES,
-        targets=ReferringTargets(torch.tensor(referred[: len(image_index)])),
+        targets=ReferringTargets.join(
+            [ReferringTargets(np.array([box], np.float32)) for box in referred[: len(image_index)]]
+        ),
         records=[{"sent_id": 10 + index} for index in range(len(image_index))],
     )
     return batch, regions, gather_regions(regions, batch.images.sizes, batch.image_index, whole_image=whole_image)
@@ -60,11 +68,11 @@ def make_task(**config) -> ReferringTask:
     return ReferringTask(HIDDEN, ReferringConfig(**config)).eval()
 
 
-def predict(task: ReferringTask, scores: list, image_index=((0,), (1,), (1,)), **about) -> list[ReferringPrediction]:
+def predict(task: ReferringTask, scores: list, image_index=((0,), (1,), (1,)), **named) -> list[ReferringPrediction]:
     """Predictions for regions with the given scores; candidates as the task decides."""
-    batch, regions, _ = expressions_about(**about)
+    batch, regions, _ = expressions_about(**named)
     batch.image_index = torch.tensor(image_index)
-    whole_image = about.get("whole_image", True)
+    whole_image = named.get("whole_image", True)
     text_regions = gather_regions(regions, batch.images.sizes, batch.image_index, whole_image=whole_image)
     states = encoded(text_regions)
     logits = torch.tensor(scores).masked_fill(task(batch, text_regions, states).logits == -torch.inf, -torch.inf)
@@ -113,6 +121,33 @@ def test_softmax_loss_is_minus_the_log_share_of_the_positive_regions():
     assert states.regions.grad[2].abs().max() == 0
 
 
+@pytest.mark.parametrize("loss", ["binary", "softmax"])
+def test_the_null_candidate_is_right_where_nothing_fits(loss):
+    task = make_task(null_candidate=True, loss=loss)
+    batch, regions, text_regions = expressions_about(image_index=(0, 1, 1))
+    batch.targets = about([BOXES[0][1]], [], BOXES[1][:2])
+    states = encoded(text_regions)
+    states = dataclasses.replace(states, summary=torch.randn(3, HIDDEN).requires_grad_())
+    output = task(batch, text_regions, states)
+    [found] = output.losses.values()
+    found.total.backward()
+    assert task.null_head.output.weight.grad.abs().max() > 0
+    if loss == "softmax":
+        null = -output.logits[1].log_softmax(0)[-1]
+        several = -output.logits[2].log_softmax(0)[1:3].logsumexp(0)
+        one = -output.logits[0].log_softmax(0)[2]
+        torch.testing.assert_close(found.total, null + several + one)
+    logits = torch.tensor([[0.0, 1, 2, -torch.inf, 3], [0, 1, 5, 2, 3], [0, 1, 5, 2, 6]])
+    made = ModelOutput(TaskOutput({}, logits), regions, text_regions, states, batch)
+    shares = logits.sigmoid() if loss == "binary" else logits.softmax(1)
+    none, second, also_none = task.predict(batch, made)
+    assert none.box is None and also_none.box is None and second.box is not None
+    scores = [one.score for one in (none, second, also_none)]
+    assert scores == pytest.approx(shares[[0, 1, 2], [4, 2, 4]].tolist())
+    assert len(none.candidate_scores) == len(none.candidate_boxes) == 3
+    assert task.answer_lines(none) == [f"{none.score:.3f}  nothing fits"]
+
+
 @pytest.mark.parametrize(
     ("box", "config", "positive"),
     [
@@ -128,7 +163,7 @@ def test_positive_means_iou_above_the_threshold(box, config, positive):
     batch, _, regions = expressions_about(
         (0,), whole_image=False, boxes=([box], [box]), referred=([0.0, 0.0, 9.0, 9.0],)
     )
-    assert make_task(**config).positive_regions(regions, batch.targets.box).tolist() == [[positive]]
+    assert make_task(**config).positive_regions(regions, batch.targets.boxes).tolist() == [[positive]]
 
 
 def test_positive_weight_counts_positive_regions_more():
@@ -227,12 +262,12 @@ def test_an_expression_is_described_with_both_boxes_and_whether_there_was_a_righ
 
 @pytest.mark.parametrize("flipped", [False, True])
 def test_an_expression_and_its_box_in_resized_pixels(tokenizer, flipped):
-    sample = sample_of(SampleText(3, "Red square on the left", {"ann_id": 9}, ReferredBox((-4, 20, 30, 40))))
+    sample = sample_of(SampleText(3, "Red square on the left", {"ann_id": 9}, ReferredBoxes(((-4, 20, 30, 40),))))
     image = photo(scale=2, flipped=flipped, box_ids=(100, 101))
     [text] = preprocess(ReferringTask(8).preprocessor(TextTokenizer(tokenizer)), sample, image)
     side = "right" if flipped else "left"
     assert tokens(text, tokenizer) == ["[CLS]", "red", "square", "on", "the", side, "[SEP]"]
     x1, x2 = (200 - 1 - 60, 200 - 1 + 8) if flipped else (-8, 60)  # it is not clamped
-    np.testing.assert_array_equal(text.targets.box, [x1, 40, x2, 80])
+    np.testing.assert_array_equal(text.targets.boxes, [[x1, 40, x2, 80]])
     assert (text.record["flipped"], text.record["candidate_ann_ids"]) == (flipped, [100, 101])
     assert (text.record["text_index"], text.record["ann_id"], text.record["image_size"]) == (3, 9, [60, 100])

@@ -47,7 +47,7 @@ from e2e_vl.samples import (
     CorrectAnswer,
     HumanAnswers,
     PhraseBoxes,
-    ReferredBox,
+    ReferredBoxes,
     SampleText,
 )
 from e2e_vl.synthetic.shortcuts import best_shortcuts
@@ -257,7 +257,7 @@ def chance_accuracy(config: RunConfig, split: str) -> float:
     scores: list[float] = []
     for text, objects in _texts(dataset):
         truth = text.truth
-        if isinstance(truth, ReferredBox):
+        if isinstance(truth, ReferredBoxes):
             scores.append(_share_correct(objects, np.array([truth.box])))
         elif isinstance(truth, PhraseBoxes):
             scores += [_share_correct(objects, boxes) for boxes in truth.boxes or () if len(boxes)]

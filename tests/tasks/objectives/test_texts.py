@@ -15,7 +15,15 @@ import torch.nn.functional as F
 
 from detector.errors import UserError
 from e2e_vl.examples import TextExample
-from e2e_vl.samples import CorrectAnswer, CorrectChoice, HumanAnswers, Question, ReferredBox, SampleText, ScoredAnswers
+from e2e_vl.samples import (
+    CorrectAnswer,
+    CorrectChoice,
+    HumanAnswers,
+    Question,
+    ReferredBoxes,
+    SampleText,
+    ScoredAnswers,
+)
 from e2e_vl.tasks.config import ImageQAConfig, MaskedTextConfig, MaskedWordsConfig, RelationshipConfig
 from e2e_vl.tasks.objectives.texts import (
     AnswerLabel,
@@ -313,7 +321,13 @@ def encode(tokenizer, sample, **settings):
 
 
 def test_only_questions_with_a_known_answer_are_learned_from(tokenizer):
-    truths = ScoredAnswers({"Cat": 1.0}), ScoredAnswers({"horse": 1.0}), ScoredAnswers({}), None, ReferredBox((0,) * 4)
+    truths = (
+        ScoredAnswers({"Cat": 1.0}),
+        ScoredAnswers({"horse": 1.0}),
+        ScoredAnswers({}),
+        None,
+        ReferredBoxes(((0,) * 4,)),
+    )
     texts = encode(tokenizer, questions(*truths))
     assert [int(text.targets.parts["image_qa"].answer) for text in texts] == [1, -1, -1, -1, -1]
     assert texts[0].record["target_answer"] == "cat" and "target_answer" not in texts[1].record
