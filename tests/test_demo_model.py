@@ -36,7 +36,12 @@ def test_its_examples_are_twelve_scenes_that_it_mostly_understands(demo_model):
 
 
 def test_it_finds_what_newly_drawn_expressions_refer_to(demo_model, tmp_path):
-    words = [f"data.root={tmp_path}", "data.synthetic.seed=1000", "data.synthetic.scenes={train: 1, val: 1, test: 40}"]
+    words = [
+        f"data.root={tmp_path}",
+        "data.workers=0",
+        "data.synthetic.seed=1000",
+        "data.synthetic.scenes={train: 1, val: 1, test: 40}",
+    ]
     words += ["data.synthetic.config.language={refs_per_image: [2, 3], sentences_per_ref: [2, 3]}"]
     config = load_config("demo/refcoco", words)
     make_synthetic_data(config)
