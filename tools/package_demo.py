@@ -3,7 +3,7 @@
     python tools/package_demo.py runs/demo_refcoco
 
 Writes e2e_vl/demo: settings, weights in half precision, scores of the run, version, model card, and about.json with
-what the model knows and the first twelve scenes of the test split, with one expression of each family.
+what the model knows and the first twelve scenes of the test split, with one expression of each family and one that nothing fits.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def copy_scenes(config: RunConfig, folder: Path, split: str = "test") -> list[di
     data, scenes = open_split(config, split, BoxSource.ONLINE, training=False), []
     for number, group in enumerate(list(data.groups)[:SCENES], start=1):
         sample = data.sample(list(group))
-        first = {text.metadata["family"].partition("/")[0]: text for text in reversed(sample.texts)}
+        first = {bool(text.truth.boxes) and text.metadata["family"].split("/")[0]: text for text in sample.texts[::-1]}
         texts = sorted(first.values(), key=lambda text: text.index)
-        boxes = [text.truth.box if text.truth else None for text in texts]
+        boxes = [next(iter(text.truth.boxes), None) for text in texts]
         image = folder / f"scene_{number:02d}.jpg"
         shutil.copy(sample.images[0].file, image)
         scenes.append({"image": f"images/{image.name}", "texts": [text.words for text in texts], "boxes": boxes})
