@@ -3,7 +3,8 @@
     python tools/package_demo.py runs/demo_refcoco
 
 Writes e2e_vl/demo: settings, weights in half precision, scores of the run, version, model card, and about.json with
-what the model knows and the first twelve scenes of the test split, with one expression of each family and one that nothing fits.
+what the model knows and the first twelve scenes of the test split, with one expression of each family and
+one that nothing fits.
 """
 
 from __future__ import annotations
