@@ -288,7 +288,6 @@ class ResNet(nn.Module):
             freeze(getattr(self, name))
 
     def forward(self, pixels: Float[Tensor, "N 3 H W"]) -> FeatureMaps:
-        """Return the maps in OUT_FEATURES by name."""
         x = self.stem(pixels)
         maps = {}
         for name in self.stages:

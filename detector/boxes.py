@@ -253,6 +253,7 @@ def nms_per_image(
     threshold: float,
     limit: int,
     is_usable: Bool[Tensor, " J"] | None = None,
+    jointly: bool | None = None,
 ) -> list[Int64[Tensor, " _kept"]]:
     """Non-maximum suppression among the boxes of one image and group; groups are feature maps or classes.
 
@@ -266,46 +267,31 @@ def nms_per_image(
         sizes: (height, width) of the images.
         limit: maximum number of boxes of one image.
         is_usable: boxes that take part; None: all.
+        jointly: one call for all images; None: on a GPU.
 
     Returns:
         the kept rows of each image, best score first.
     """
-    if boxes.device.type == "cpu" or len(boxes) > MAX_JOINT_NMS:
+    if jointly is None:
+        jointly = boxes.device.type != "cpu" and len(boxes) <= MAX_JOINT_NMS
+    if not jointly:
         kept = []
         for number in range(len(sizes)):
             own = image == number
             rows = (own if is_usable is None else own & is_usable).nonzero()[:, 0]
             kept.append(rows[batched_nms(boxes[rows], scores[rows], group[rows], threshold)[:limit]])
         return kept
-    rows, counts = nms_of_all_images(boxes, scores, image, group, sizes, num_groups, threshold, is_usable)
-    return [part[:limit] for part in rows.split(counts)[:-1]]
-
-
-def nms_of_all_images(
-    boxes: Float[Tensor, "J 4"],
-    scores: Float[Tensor, " J"],
-    image: Int64[Tensor, " J"],
-    group: Int64[Tensor, " J"],
-    sizes: Sequence[tuple[int, int]],
-    num_groups: int,
-    threshold: float,
-    is_usable: Bool[Tensor, " J"] | None,
-) -> tuple[Int64[Tensor, " kept"], list[int]]:
-    """`nms_per_image` in one call: the kept rows of image after image, best score first, and how many each has.
-
-    The last count belongs to boxes that are not usable, whose rows come last.
-    """
     side = max(max(size) for size in sizes) + 1
     moved = boxes.double() + ((image * num_groups + group) * side)[:, None]
     scores, owner = scores.double(), image
-    if is_usable is not None:
+    if is_usable is not None:  # the others come last, as boxes of one more image
         moved = torch.where(is_usable[:, None], moved, 0.0)  # a box without area overlaps nothing
         scores, owner = scores.masked_fill(~is_usable, -torch.inf), image.masked_fill(~is_usable, len(sizes))
     rows = nms(moved, scores, threshold)
     owner = owner[rows]
     counts = torch.zeros(len(sizes) + 1, dtype=torch.int64, device=rows.device)
     counts = counts.index_add(0, owner, torch.ones_like(owner)).tolist()
-    return rows[owner.argsort(stable=True)], counts
+    return [part[:limit] for part in rows[owner.argsort(stable=True)].split(counts)[:-1]]
 
 
 # Selection of the boxes that are used as regions

@@ -12,7 +12,7 @@ import json
 import logging
 import pickle
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -238,11 +238,6 @@ def _drop_config_buffers(config: DetectorConfig, tensors: dict[str, Tensor], sou
     return {name: value for name, value in tensors.items() if name not in expected}
 
 
-def load_strictly(module: nn.Module, path: str | Path) -> LoadReport:
-    """Load a weights file whose keys and shapes are exactly those of the module."""
-    return load_weights(module, read_tensors(path), path)
-
-
 def load_checkpoint(
     detector: Detector, path: str | Path, *, expect: Literal["all", "no_attributes", "backbone"] = "all"
 ) -> LoadReport:
@@ -288,20 +283,21 @@ def load_checkpoint(
     return report
 
 
-def save_weights(tensors: dict[str, Tensor], path: str | Path) -> None:
-    """Write a `.safetensors` file, or, with any other suffix, a torch file for Detectron2 ({"model": state dict})."""
+def save_weights(tensors: Mapping[str, Tensor], path: str | Path, key: str = "model") -> None:
+    """Write a `.safetensors` file, or, with any other suffix, a torch file.
+
+    A torch file has the state dict under `key` (Detectron2: "model"), or is the state dict if `key` is empty.
+    """
     path = Path(path)
     plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as part:
         if path.suffix == ".safetensors":
             save_file(plain, part)
         else:
-            torch.save({"model": plain}, part)
+            torch.save({key: plain} if key else plain, part)
 
 
 def save_settings(detector: Detector, directory: str | Path) -> None:
-    """Write a detector's config and class names into a folder."""
     write_text(Path(directory, CONFIG_NAME), detector.config.to_yaml())
     names = Path(directory, CLASS_NAMES)
     names.unlink(missing_ok=True)
@@ -310,7 +306,6 @@ def save_settings(detector: Detector, directory: str | Path) -> None:
 
 
 def load_class_names(detector: Detector, directory: str | Path) -> None:
-    """Load the detector's class names from a folder, if it has any."""
     path = Path(directory, CLASS_NAMES)
     if not path.is_file():
         return

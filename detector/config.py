@@ -425,7 +425,6 @@ class DetectorConfig(Struct, frozen=True):
 
     @property
     def feature_dim(self) -> int:
-        """Size of a region feature."""
         head = self.box_head
         if self.is_r2c:
             return self.r2c.feature_dim
@@ -523,18 +522,13 @@ class DetectorConfig(Struct, frozen=True):
         return yaml.safe_dump(nest(self.to_flat()), default_flow_style=None, sort_keys=True)
 
 
-def _keys() -> dict[str, tuple[str | None, msgspec.structs.FieldInfo]]:
-    """Map each dotted key to (group, field); the group is None for fields of `DetectorConfig` itself."""
-    keys = {}
-    for found in msgspec.structs.fields(DetectorConfig):
-        if isinstance(found.type, type) and issubclass(found.type, Struct):
-            keys |= {leaf.encode_name: (found.name, leaf) for leaf in msgspec.structs.fields(found.type)}
-        else:
-            keys[found.encode_name] = (None, found)
-    return keys
-
-
-KEYS = _keys()
+# dotted key -> (group, field); the group is None for fields of `DetectorConfig` itself
+KEYS: dict[str, tuple[str | None, msgspec.structs.FieldInfo]] = {}
+for _found in msgspec.structs.fields(DetectorConfig):
+    if isinstance(_found.type, type) and issubclass(_found.type, Struct):
+        KEYS |= {leaf.encode_name: (_found.name, leaf) for leaf in msgspec.structs.fields(_found.type)}
+    else:
+        KEYS[_found.encode_name] = (None, _found)
 
 
 def _format_error(error: msgspec.ValidationError) -> str:

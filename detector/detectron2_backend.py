@@ -89,7 +89,6 @@ class Stem(nn.Module):
         self.pool = pool
 
     def forward(self, x: Float[Tensor, "N 3 H W"]) -> FeatureMap:
-        """Return a map of H/4 x W/4 cells, or H/2 x W/2 without the pool."""
         x = F.relu_(self.conv1(x))
         return x if self.pool == "none" else F.max_pool2d(x, kernel_size=3, stride=2, padding=0, ceil_mode=True)
 

@@ -14,10 +14,6 @@ class UserError(ValueError):
     """A file, a record or a setting is invalid."""
 
 
-class DiskError(OSError):
-    """A file cannot be written, for example because the disk is full or the folder is read-only."""
-
-
 class MissingFileError(UserError, FileNotFoundError):
     """A file or folder does not exist."""
 
@@ -63,11 +59,7 @@ def reading(path: str | Path, *damage: type[Exception]) -> Iterator[None]:
 
 
 def user_path(written: str | Path, what: str = "The path") -> Path:
-    """Convert user input to a path and expand `~`. A URL raises UserError.
-
-    Args:
-        what: start of the error message.
-    """
+    """Convert user input to a path and expand `~`. A URL raises UserError. `what` begins the error message."""
     if str(written).startswith(("http://", "https://", "ftp://", "file://", "s3://")):
         raise UserError(f"{what} '{written}' is a URL, not a path; download the file first.")
     return Path(written).expanduser()

@@ -23,9 +23,9 @@ from detector.boxes import are_valid, check_boxes, prepend, whole_image_boxes
 from detector.config import DetectorConfig
 from detector.errors import UserError
 from detector.images import normalise_images
-from detector.roi_heads import Detections, Res5ROIHeads, SampledRoIs, StandardROIHeads
+from detector.roi_heads import Detections, Res5ROIHeads, StandardROIHeads
 from detector.roi_pooler import to_rois
-from detector.rpn import RPN, RPNOutput
+from detector.rpn import RPN
 from detector.structures import (
     DetectionTargets,
     Detector,
@@ -41,7 +41,8 @@ from detector.structures import (
 
 
 class TwoStageDetector(Detector):
-    """What both backends share: the order of the steps of a forward pass. The steps are methods of the subclasses.
+    """What both backends share: the order of the steps of a forward pass. The steps run the built-in modules here; the
+    Detectron2 backend overrides them.
 
     The outputs of `run_rpn` and `sample` may have any type: they are only passed from step to step. `sizes` holds N
     (height, width) of the images without padding.
@@ -55,29 +56,28 @@ class TwoStageDetector(Detector):
     def features(self, images: ImageBatch) -> FeatureMaps:
         """Feature maps of the normalised batch, padded further where the backbone needs it (`size_divisibility`)."""
 
-    @abc.abstractmethod
     def run_rpn(self, features: FeatureMaps) -> Any:
         """Output of the region proposal network for every anchor."""
+        return self.proposal_generator(features)
 
-    @abc.abstractmethod
     def propose(self, rpn_output: Any, sizes: ImageSizes) -> ImageBoxes:
         """Proposals of each image, best first."""
+        return self.proposal_generator.propose(rpn_output, sizes).boxes
 
-    @abc.abstractmethod
     def rpn_losses(self, rpn_output: Any, targets: DetectionTargets, sizes: ImageSizes) -> dict[str, Loss]:
         """`loss_rpn_cls` and `loss_rpn_loc`."""
+        return self.proposal_generator.losses(rpn_output, targets, sizes)
 
-    @abc.abstractmethod
     def sample(self, proposals: ImageBoxes, targets: DetectionTargets, sizes: ImageSizes) -> Any:
         """RoIs to train the box head on; the result has at least `boxes`, N x [P, 4]."""
+        return self.roi_heads.label_and_sample(proposals, targets)
 
-    @abc.abstractmethod
     def head_losses(
         self, inputs: Float[Tensor, "J head_dim"], sampled: Any, targets: DetectionTargets
     ) -> dict[str, Loss]:
         """`loss_cls`, `loss_box_reg` (and `loss_attribute`) from the predictor's inputs of the sampled RoIs."""
+        return self.roi_heads.losses(inputs, sampled, targets)
 
-    @abc.abstractmethod
     def describe(
         self,
         features: FeatureMaps,
@@ -85,12 +85,13 @@ class TwoStageDetector(Detector):
         masks: Float[Tensor, "masks rows columns"] | None = None,
     ) -> RoIFeatures:
         """Features of RoIs; `masks` as in `Detector.forward`."""
+        return self.roi_heads.describe(features, rois, masks)
 
-    @abc.abstractmethod
     def choose(
         self, predictions: tuple[Float[Tensor, "J K_plus_1"], Tensor], proposals: ImageBoxes, sizes: ImageSizes
     ) -> Detections:
         """Final boxes from class logits and box deltas ([J, 4 * K], or [J, 4] if class-agnostic) of the proposals."""
+        return self.roi_heads.detect(*predictions, proposals, sizes)
 
     @torch.no_grad()
     def detect(
@@ -250,36 +251,6 @@ class FasterRCNN(TwoStageDetector):
         """res4 of the padded batch, or p2 .. p6 (of a MobileNet 0, 1 and pool); h, w = H, W / stride."""
         pixels = pad_to_multiple(images.pixels, self.config.size_divisibility)
         return self.backbone(pixels.contiguous(memory_format=torch.channels_last))
-
-    def run_rpn(self, features: FeatureMaps) -> RPNOutput:
-        return self.proposal_generator(features)
-
-    def propose(self, rpn_output: RPNOutput, sizes: ImageSizes) -> ImageBoxes:
-        return self.proposal_generator.propose(rpn_output, sizes).boxes
-
-    def rpn_losses(self, rpn_output: RPNOutput, targets: DetectionTargets, sizes: ImageSizes) -> dict[str, Loss]:
-        return self.proposal_generator.losses(rpn_output, targets, sizes)
-
-    def sample(self, proposals: ImageBoxes, targets: DetectionTargets, sizes: ImageSizes) -> SampledRoIs:
-        return self.roi_heads.label_and_sample(proposals, targets)
-
-    def head_losses(
-        self, inputs: Float[Tensor, "J head_dim"], sampled: SampledRoIs, targets: DetectionTargets
-    ) -> dict[str, Loss]:
-        return self.roi_heads.losses(inputs, sampled, targets)
-
-    def describe(
-        self,
-        features: FeatureMaps,
-        rois: Float[Tensor, "J 5"],
-        masks: Float[Tensor, "masks rows columns"] | None = None,
-    ) -> RoIFeatures:
-        return self.roi_heads.describe(features, rois, masks)
-
-    def choose(
-        self, predictions: tuple[Float[Tensor, "J K_plus_1"], Tensor], proposals: ImageBoxes, sizes: ImageSizes
-    ) -> Detections:
-        return self.roi_heads.detect(*predictions, proposals, sizes)
 
 
 def pad_to_multiple(pixels: Float[Tensor, "N 3 _H _W"], multiple: int) -> Float[Tensor, "N 3 _H _W"]:

@@ -94,7 +94,6 @@ def load_resized(
     """Read an image like `load_image` and resize it.
 
     Args:
-        image: a path, or the bytes of a file.
         name: name of the file in error messages; default: its path.
 
     Returns:
@@ -126,9 +125,6 @@ def make_image_batch(
     """Batch images, padded with zeros on the right and at the bottom.
 
     Args:
-        images: N resized images, uint8 [height, width, 3].
-        original_sizes: N tuples (height, width) before resizing.
-        names: N names for error messages.
         pad_to: (H, W) of the batch; default: the maximum over its images, as in Detectron2. Features depend slightly on
             the padding, so a fixed size makes them independent of the other images in the batch.
     """

@@ -142,12 +142,13 @@ def json_text(value: Any, name: str, *, indent: int | None = None) -> str:
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path and rename it to `path` at the end. After an error the temporary file is deleted.
 
-    If several processes write `path` at once, readers see one complete version. Pipes and devices, such as
-    `/dev/stdout`, are written directly.
+    Missing folders are made. If several processes write `path` at once, readers see one complete version. Pipes and
+    devices, such as `/dev/stdout`, are written directly.
     """
     if path.parent in (Path("/dev"), Path("/dev/fd")) or (path.exists() and not (path.is_file() or path.is_dir())):
         yield path
         return
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = _temporary_path(path, f".{os.getpid()}.{threading.get_native_id()}{_PART}")
     try:
         yield part

@@ -78,7 +78,6 @@ class R2CTrunk(nn.Module):
             freeze(getattr(self, name), norm)
 
     def forward(self, pixels: Float[Tensor, "N 3 H W"]) -> FeatureMap:
-        """Return the output of res4."""
         return self.res4(self.res3(self.res2(self.stem(pixels))))
 
 

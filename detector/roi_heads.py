@@ -160,38 +160,6 @@ class BoxPredictor(AttributeHead):
         """Class logits, and box deltas in 4 * K columns (or 4 if class-agnostic)."""
         return self.class_logits(features), self.bbox_pred(features).float()
 
-    def box_losses(
-        self,
-        logits: Float[Tensor, "J K_plus_1"],
-        deltas: Float[Tensor, "J deltas"],
-        boxes: Float[Tensor, "J 4"],
-        classes: Int64[Tensor, " J"],
-        foreground: Int64[Tensor, " positives"],
-        matched_boxes: Float[Tensor, "positives 4"],
-    ) -> dict[str, Loss]:
-        """`loss_cls` and `loss_box_reg` of RoIs, both divided by their number.
-
-        Args:
-            classes: target class, K = background.
-            foreground: rows of foreground RoIs.
-            matched_boxes: the annotated box of each foreground RoI.
-        """
-        per_class = deltas.unflatten(1, (-1, 4))
-        column = torch.zeros_like(foreground) if self.config.class_agnostic_boxes else classes[foreground]
-        reg = box_regression_loss(
-            per_class[foreground, column],
-            boxes[foreground],
-            matched_boxes,
-            weights=self.config.box_weights,
-            kind=self.config.box_loss_type,
-            smooth_l1_beta=self.config.smooth_l1_beta,
-        )
-        count = reg.new_tensor(float(len(classes)))
-        return {
-            "loss_cls": Loss(F.cross_entropy(logits, classes, reduction="sum"), count),
-            "loss_box_reg": Loss(reg * self.config.box_loss_weight, count),
-        }
-
 
 CHUNK = 256  # RoIs that go through the head at a time if no gradient is needed
 
@@ -295,18 +263,30 @@ class ROIHeads(nn.Module, abc.ABC):
     def losses(
         self, features: Float[Tensor, "J head_dim"], sampled: SampledRoIs, targets: DetectionTargets
     ) -> dict[str, Loss]:
-        """Losses of the sampled RoIs of all images, from the inputs of the box predictor."""
-        logits, deltas = self.box_predictor(features)
+        """Losses of the sampled RoIs of all images, divided by their number, from the inputs of the box predictor."""
+        config, predictor = self.config, self.box_predictor
+        logits, deltas = predictor(features)
         classes = torch.cat(sampled.classes)
         starts = itertools.accumulate((len(rows) for rows in sampled.classes[:-1]), initial=0)
         pairs = zip(starts, sampled.foreground, strict=True)  # known to the host, so a GPU need not be asked
         foreground = torch.cat([torch.arange(first, first + n, device=classes.device) for first, n in pairs])
-        matched_boxes = _take_matched(targets.boxes, sampled)[foreground]
-        boxes = torch.cat(sampled.boxes)
-        losses = self.box_predictor.box_losses(logits, deltas, boxes, classes, foreground, matched_boxes)
-        if self.box_predictor.has_attributes and targets.attributes is not None:
+        column = torch.zeros_like(foreground) if config.class_agnostic_boxes else classes[foreground]
+        reg = box_regression_loss(
+            deltas.unflatten(1, (-1, 4))[foreground, column],
+            torch.cat(sampled.boxes)[foreground],
+            _take_matched(targets.boxes, sampled)[foreground],
+            weights=config.box_weights,
+            kind=config.box_loss_type,
+            smooth_l1_beta=config.smooth_l1_beta,
+        )
+        count = reg.new_tensor(float(len(classes)))
+        losses = {
+            "loss_cls": Loss(F.cross_entropy(logits, classes, reduction="sum"), count),
+            "loss_box_reg": Loss(reg * config.box_loss_weight, count),
+        }
+        if predictor.has_attributes and targets.attributes is not None:
             labels = _take_matched(targets.attributes, sampled)
-            losses["loss_attribute"] = self.box_predictor.attribute_loss(features, classes, labels)
+            losses["loss_attribute"] = predictor.attribute_loss(features, classes, labels)
         return losses
 
     @torch.no_grad()

@@ -141,9 +141,7 @@ class RoIPooler:
 
     def __call__(self, maps: LevelMaps, rois: Float[Tensor, "J 5"], step: int = 1) -> Float[Tensor, "J channels S S"]:
         """Pool RoI maps (float32 or float64) from the maps of IN_FEATURES.
-
-        Args:
-            step: compute only every step-th cell of the RoI maps, along both axes.
+        With `step`, only every step-th cell of them along both axes.
         """
         if len(self.strides) == 1:
             return self._pool(maps[0], rois, self.strides[0], step)

@@ -67,9 +67,7 @@ class AnchorGenerator(nn.Module):
 
     def forward(self, height: int, width: int, padded: Sequence[int] | None = None) -> Float[Tensor, "B 4"]:
         """Anchors of a map of height x width cells, ordered by (y, x, cell anchor), the cell anchor running fastest.
-
-        Args:
-            padded: (height, width) of the padded batch, for strides that follow it.
+        `padded` is the (height, width) of the padded batch.
         """
         strides = [self.stride] * 2
         if self.follows_image and padded is not None:

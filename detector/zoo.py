@@ -57,7 +57,6 @@ class PublishedWeights:
 
 @functools.cache
 def published_weights() -> tuple[PublishedWeights, ...]:
-    """The entries of `published_weights.yaml`."""
     rows = read_yaml(Path(__file__).with_name("published_weights.yaml"))
     return tuple(PublishedWeights(**{"file": row["address"].rpartition("/")[2], **row}) for row in rows)
 

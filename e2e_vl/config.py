@@ -388,7 +388,6 @@ class ExtractionSettings:
 
     @property
     def selection_rule(self) -> SelectionRule:
-        """`selection`, or the default of the rule."""
         return self.selection or DEFAULT_SELECTIONS[self.rule]
 
 

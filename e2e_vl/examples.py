@@ -33,7 +33,6 @@ class Ragged(Movable):
     counts: Int64[Tensor, " lists"]
 
     def split(self) -> tuple[Tensor, ...]:
-        """The lists as separate tensors."""
         return self.values.split(self.counts.tolist())
 
     @property
@@ -45,12 +44,9 @@ class Ragged(Movable):
 
 @dataclasses.dataclass
 class Targets(Movable):
-    """Base class of a task's targets; subclasses are dataclasses with fields made by the functions below.
+    """Base class of a task's targets; subclasses are dataclasses with fields made by the functions below."""
 
-    Attributes:
-        has_target: whether a text has a target of the task; in a batch, one value per text. None: all texts have one.
-    """
-
+    # whether a text has a target of the task; in a batch, one value per text. None: all texts have one
     has_target: bool | Bool[Tensor, " M"] | None = dataclasses.field(default=None, kw_only=True)
 
     @classmethod

@@ -63,7 +63,6 @@ def file_name(text: str) -> str:
 
 
 def write_png(path: Path, picture: Image.Image) -> None:
-    """Write a PNG file atomically."""
     with atomic_file(path) as part:
         picture.save(part, "PNG")
 

@@ -129,9 +129,10 @@ class VisionLanguageModel(nn.Module):
         rule = self.task.region_masking
         if rule is None or batch.masked_regions is not None:  # already masked, as in recorded batches
             return batch
-        if rule.enabled or batch.boxes is None:  # a separate detector pass over the unmasked images, without gradients
-            batch = label_regions(batch, self.detector, self.teacher or self.detector, rule)
-        if rule.enabled:
+        is_masked = self.task.masks_regions
+        if is_masked or batch.boxes is None:  # a separate detector pass over the unmasked images, without gradients
+            batch = label_regions(batch, self.detector, self.teacher or self.detector, rule, is_required=is_masked)
+        if is_masked:
             batch = mask_regions(batch, rule)
         if rule.max_length is not None:
             batch = truncate_batch(batch, rule.max_length, whole_image=self.encoder.whole_image_is_region)

@@ -33,12 +33,10 @@ class Part:
 
     @property
     def config_class(self) -> type[Settings]:
-        """The Struct of its settings."""
         return _resolved(self.settings)
 
     @property
     def cls(self) -> type[Any]:
-        """The class of the part."""
         return _resolved(self.implementation)
 
 

@@ -57,26 +57,19 @@ class MaskedRegion(msgspec.Struct, frozen=True):
 
 
 class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="type", tag=True):
-    """What every prediction has; the class of a task adds its answer and the truth.
+    """What every prediction has; the class of a task adds its answer and the truth."""
 
-    Attributes:
-        text_index: number of the text in its data set; -1: it is from none.
-        correct: how right the answer is, 0 to 1, see `Task.correctness`; None: the truth is unknown.
-        grounded: the phrases of the text; empty for a run that does not ground phrases.
-        metadata: whatever else the data set has about the text, such as ids.
-    """
-
-    text_index: int = -1
+    text_index: int = -1  # number of the text in its data set; -1: it is from none
     text: str = ""
     family: str | None = None  # kind of text, in the drawn data sets
     file_name: str | None = None  # of the (first) image
     image_size: tuple[Side, Side] | None = None  # (height, width) of the original image
     flipped: bool = False
     truncated_wordpieces: Count = 0  # that did not fit into the text
-    correct: Score | None = None
-    grounded: tuple[GroundedPhrase, ...] = ()
+    correct: Score | None = None  # how right the answer is, see `Task.correctness`; None: the truth is unknown
+    grounded: tuple[GroundedPhrase, ...] = ()  # phrases of the text; empty for a run that does not ground phrases
     masked_regions: tuple[MaskedRegion, ...] = ()
-    metadata: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}  # whatever else the data set has about the text, such as ids
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], **answer: Any) -> Self:
@@ -129,11 +122,9 @@ def box_text(box: Sequence[float]) -> str:
 
 
 def write_list(path: str | Path, entries: Iterable[Any]) -> None:
-    """Write one JSON list, an entry a line; missing folders are made."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write one JSON list, an entry a line."""
     lines = b",\n".join(map(msgspec.json.encode, entries))
-    write_text(path, f"[\n{lines.decode()}\n]\n")
+    write_text(Path(path), f"[\n{lines.decode()}\n]\n")
 
 
 def read_predictions(path: Path, kind: type[Prediction]) -> list[Prediction]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 import torch
@@ -22,28 +21,14 @@ from detector.errors import UserError
 from detector.images import mask_pixels, mask_rectangles
 from detector.structures import Detector, ImageBatch, Regions, evaluation_mode
 from e2e_vl.structures import Batch, RegionLabels, RegionMasks, TextBatch
+from e2e_vl.tasks.config import PretrainingConfig
 
 SAME_IOU = 0.5  # a candidate that overlaps a masked box this much is the same object
 
 
-@dataclasses.dataclass(frozen=True)
-class RegionMasking:
-    """Which regions are masked, how, and where their labels come from."""
-
-    enabled: bool = True  # False: only `max_detected_regions` and `max_length` count
-    probability: float = 0.15  # of a region to be predicted; each is drawn on its own, none is forced
-    mask_probability: float = 0.9  # of a region that is to be predicted to be masked
-    replace_probability: float = 0.0  # of a region that is to be predicted to get another region's feature
-    pixels: bool = True  # mask in the image, before the detector; False: only the feature, in the encoder
-    colour: Literal["mean", "black"] = "mean"  # masked pixels: the mean colour, or black before the mean is subtracted
-    # labels come from a copy of the detector as it starts, from the detector in training, or from the data
-    teacher: Literal["frozen", "current", "file"] = "frozen"
-    background_first: bool = False  # class distributions of a detector get the background's column in front
-    max_detected_regions: int | None = 100  # most boxes when a detector proposes them; None = all its detections
-    max_length: int | None = 64  # wordpieces and regions of a text together; None = no truncation
-
-
-def label_regions(batch: Batch, detector: Detector, teacher: Detector, rule: RegionMasking) -> Batch:
+def label_regions(
+    batch: Batch, detector: Detector, teacher: Detector, rule: PretrainingConfig, *, is_required: bool = True
+) -> Batch:
     """A copy of the batch with candidate boxes, and with labels from a file or from the teacher.
 
     The teacher sees the whole images. Boxes that a user wants masked (`Batch.boxes_to_mask`) become the first
@@ -52,11 +37,12 @@ def label_regions(batch: Batch, detector: Detector, teacher: Detector, rule: Reg
     Args:
         detector: the model's, which predicts boxes where there are none and labels come from a file.
         teacher: labels the regions and predicts boxes where there are none; a frozen copy, or the detector itself.
+        is_required: an error if there are no labels.
     """
     boxes, labels = batch.boxes, batch.region_labels
     uses_detector = rule.teacher != "file"
     is_unlabelled = labels.class_probs is None and labels.detected_classes is None
-    if not uses_detector and rule.enabled and batch.boxes_to_mask is None and is_unlabelled:
+    if not uses_detector and is_required and batch.boxes_to_mask is None and is_unlabelled:
         raise UserError(
             "task.config.teacher is file, but the data come without class distributions of their boxes; set it to "
             "frozen or current."
@@ -81,7 +67,7 @@ def label_regions(batch: Batch, detector: Detector, teacher: Detector, rule: Reg
 
 @torch.no_grad()
 def describe_regions(
-    teacher: Detector, images: ImageBatch, boxes: list[Float[Tensor, "_R 4"]] | None, rule: RegionMasking
+    teacher: Detector, images: ImageBatch, boxes: list[Float[Tensor, "_R 4"]] | None, rule: PretrainingConfig
 ) -> tuple[list[Float[Tensor, "_R 4"]], RegionLabels]:
     """Boxes, their class distributions and features from a teacher in evaluation mode.
 
@@ -98,19 +84,19 @@ def describe_regions(
     if regions.attribute_logits is not None:
         best = [logits[kept].float().softmax(dim=1).max(dim=1) for logits in regions.attribute_logits]
         labels.detected_attribute_scores, labels.detected_attributes = map(list, zip(*best, strict=True))
-    if rule.background_first:
+    if not rule.has_background_last:
         probabilities = [rows.roll(1, dims=1) for rows in probabilities]
     labels.class_probs = probabilities
     return [rows[kept] for rows in regions.boxes], labels
 
 
-def mask_regions(batch: Batch, rule: RegionMasking) -> Batch:
+def mask_regions(batch: Batch, rule: PretrainingConfig) -> Batch:
     """A copy of the batch in which some regions are to be predicted, and most of these are masked.
 
     The choice depends only on the seed of the first text about each image, or on torch's global generator where texts
     have no seeds.
     """
-    if rule.pixels and batch.images.precomputed is not None:
+    if rule.mask_pixels and batch.images.precomputed is not None:
         raise UserError(
             "Precomputed features have no pixels to mask, so masked regions would stay visible; set "
             "task.config.mask_pixels to false and encoder.config.masked_region_feature to true."
@@ -120,7 +106,7 @@ def mask_regions(batch: Batch, rule: RegionMasking) -> Batch:
         counts, drawn = [len(rows) for rows in batch.boxes], []
         for count, generator in zip(counts, _image_generators(batch), strict=True):
             labelled, masked, replaced = sample_masked_regions(
-                count, generator, rule.probability, rule.mask_probability, rule.replace_probability
+                count, generator, rule.region_probability, rule.mask_probability, rule.replace_probability
             )
             drawn.append((labelled, masked, sample_replacements(replaced, counts, generator)))
         chosen = RegionMasks(*([torch.from_numpy(rows) for rows in column] for column in zip(*drawn, strict=True)))
@@ -131,13 +117,13 @@ def mask_regions(batch: Batch, rule: RegionMasking) -> Batch:
         first = [torch.arange(len(rows)) < len(masked) for rows, masked in pairs]
         chosen = RegionMasks(first, first)
     images, pixel_masks = batch.images, batch.pixel_masks
-    if rule.pixels:
+    if rule.mask_pixels:
         boxes = torch.cat(batch.boxes).cpu().split([len(rows) for rows in batch.boxes])
         rectangles = [
             mask_rectangles(rows[is_masked], size, "truncate").to(rows.dtype)
             for rows, is_masked, size in zip(boxes, chosen.is_masked, images.sizes.tolist(), strict=True)
         ]
-        if rule.colour == "mean":
+        if rule.masked_pixels == "mean":
             pixel_masks = rectangles
         else:
             images = dataclasses.replace(images, pixels=mask_pixels(images.pixels, images.sizes, rectangles))

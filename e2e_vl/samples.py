@@ -70,7 +70,6 @@ class CandidateBoxes:
 
     @property
     def found(self) -> dict[str, np.ndarray | None]:
-        """The columns of `DETECTED`."""
         return {name: getattr(self, name) for name in DETECTED}
 
 
@@ -89,7 +88,6 @@ class SampleImage:
     photo_aliases: tuple[tuple[str, str], ...] = ()
 
     def locate(self) -> Path | ImageBytes:
-        """The image file or its content."""
         return self.file() if callable(self.file) else self.file
 
 
@@ -243,10 +241,8 @@ class Question:
         """The sample of one text about the images, with the given boxes as candidates.
 
         Args:
-            text: the question in the form that the task preprocesses.
             objects: the given boxes as annotated objects, for tasks whose texts name them; they are the candidates.
             masks_regions: the task predicts masked boxes; then only the given ones are masked.
-            takes_choices: the task reads choices and a given answer.
         """
         wanted = len(text.image_index)
         if len(self.images) != wanted:

@@ -103,9 +103,7 @@ def build_vocabulary(sentences: Iterable[str], path: str | Path) -> list[str]:
     words = sorted(counts, key=lambda word: (-counts[word], word))
     characters = sorted({*"".join(counts), *string.ascii_lowercase, *string.digits})
     vocabulary = list(dict.fromkeys([*SPECIAL_TOKENS, *words, *characters, *(f"##{char}" for char in characters)]))
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, "".join(f"{word}\n" for word in vocabulary))
+    write_text(Path(path), "".join(f"{word}\n" for word in vocabulary))
     return vocabulary
 
 

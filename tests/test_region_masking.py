@@ -17,7 +17,6 @@ from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConf
 from e2e_vl.examples import Targets
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.region_masking import (
-    RegionMasking,
     label_regions,
     mask_regions,
     replace_features,
@@ -28,6 +27,7 @@ from e2e_vl.region_masking import (
     truncated_lengths,
 )
 from e2e_vl.structures import Batch, RegionLabels, RegionMasks, TextBatch
+from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.pretraining import PretrainingTargets
 from tests.tasks.tiny_pretraining import (
     BOXES,
@@ -103,7 +103,7 @@ def test_masked_pixels_are_those_of_a_black_image():
     images, expected = (make_image_batch([one], [(12, 16)], ["a"]) for one in (photo, painted))
     before = images.pixels.clone()
     batch = about_one_image(images=images, boxes=[torch.tensor([[5.0, 3, 11, 8]])])
-    masked = mask_regions(batch, RegionMasking(probability=1.0, mask_probability=1.0, colour="black"))
+    masked = mask_regions(batch, PretrainingConfig(region_probability=1.0, mask_probability=1.0, masked_pixels="black"))
     assert torch.equal(masked.images.pixels, expected.pixels) and masked.pixel_masks is None
     assert torch.equal(images.pixels, before)
 
@@ -197,7 +197,7 @@ def test_whole_image_feature_leaves_out_masked_regions():
     images = ImageBatch(torch.zeros(1, 3, 0, 0), size, size, ["image"], saved)
     boxes = [torch.cat([box, box + 20, box + 40])]
     batch = about_one_image(images=images, boxes=boxes, boxes_to_mask=[box])
-    changed = mask_regions(batch, RegionMasking(pixels=False))
+    changed = mask_regions(batch, PretrainingConfig(mask_pixels=False))
     assert changed.masked_regions.is_masked[0].tolist() == [True, False, False]
     torch.testing.assert_close(changed.images.precomputed.image_features, torch.tensor([[2.0, 3.0]]), rtol=1e-4, atol=0)
     assert not saved.image_features.any()  # the caller's batch is untouched
@@ -369,7 +369,7 @@ def test_replaced_regions_have_the_features_of_their_donors(whole_image):
 
 
 def test_saved_features_are_the_target():
-    rule = RegionMasking(pixels=False, teacher="file")
+    rule = PretrainingConfig(mask_pixels=False, teacher="file")
     features = [torch.rand(len(rows), 4) for rows in BOXES]
     images = dataclasses.replace(make_batch().images, precomputed=PrecomputedFeatures(features))
     labels = RegionLabels(detected_classes=[torch.arange(len(rows)) for rows in BOXES])

@@ -317,7 +317,6 @@ def plan_train(arguments: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
 
 
 def plan_evaluate(arguments: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
-    """Reads the images, too."""
     config, run = open_run(arguments, "data.workers=0")
     accelerator, number = make_accelerator(config.train.mixed_precision), config.eval.images_per_batch
     model, steps = run.model.to(arguments.device), {}

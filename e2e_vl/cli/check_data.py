@@ -59,7 +59,6 @@ class SplitReport:
     shared: list[str] = dataclasses.field(default_factory=list)  # sentences about photos shared with other data
 
     def lines(self, examples: int) -> list[str]:
-        """The report as text."""
         lines = [
             f"{self.split}: {self.images:,} images of {self.photos:,} photos, {self.missing_images:,} files missing; "
             f"{self.boxes:,} boxes, {self.boxes_outside:,} of them reach outside their image",
@@ -101,7 +100,6 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     if not has_problems:
         print("no problem found")
     if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
         write_json(args.json, {"splits": [dataclasses.asdict(report) for report in reports]})
     return int(has_problems or (args.no_overlap and any(report.shared for report in reports)))
 
@@ -117,7 +115,6 @@ def check_data(
 
     Args:
         others: configs of other runs, by name; the evaluation splits are compared with their training splits.
-        detector_photos: training images of the detector.
         max_images: read this many evenly spaced images of each split; None: all.
     """
     train, evaluated = config.data.train_split, config.data.eval_splits
@@ -174,7 +171,6 @@ class SplitReader:
 
     @property
     def photo_ids(self) -> set[PhotoId]:
-        """The ids of the photos of all images."""
         return set(itertools.chain.from_iterable(self.photos.values()))
 
     def _read(self, dataset: VLDataset, max_images: int | None) -> None:

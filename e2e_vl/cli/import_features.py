@@ -83,7 +83,6 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     files = [one for path in args.input for one in (path.iterdir() if path.is_dir() else [path])]
     stamp = {"published_by": args.kind, "files": [path.name for path in args.input], "assumed": assumed}
     bar = tqdm(images, unit="image", desc="images")
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     num_bytes = 2 * sum(file.stat().st_size for file in files)
     write_features(args.format, args.output, bar, stamp, num_bytes=num_bytes)
     print(f"{args.output}: {bar.n} images; {assumed}")

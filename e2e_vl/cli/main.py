@@ -18,11 +18,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from detector.errors import DiskError, StoppedRunError, UserError
+from detector.errors import StoppedRunError, UserError
 from e2e_vl import __version__
 
 # errors whose message is shown without a traceback
-EXPECTED_ERRORS = (UserError, DiskError, ChildProcessError, ConnectionError, FloatingPointError, MemoryError)
+EXPECTED_ERRORS = (UserError, ChildProcessError, ConnectionError, FloatingPointError, MemoryError)
 
 
 def make_parser(doc: str, prog: str | None = None) -> argparse.ArgumentParser:

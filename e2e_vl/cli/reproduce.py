@@ -87,14 +87,9 @@ class Paper(Settings, frozen=True):
 
 
 class Chain:
-    """The steps of a row in order, with their commands, and the published files that they read.
+    """The steps of a row in order, with their commands, and the published files (in the folder `data`) that they read.
 
-    Args:
-        name: of the row.
-        data: folder of the published files.
-        output: folder of the steps' outputs.
-        settings: `key=value` settings of all trainings.
-        seed: of all trainings that do not set their own; None: those of the configs.
+    `settings` (`key=value`) are of all trainings, and so is `seed`, where they do not set their own.
     """
 
     def __init__(
@@ -145,8 +140,6 @@ class Chain:
         return self.output / f"{name}{row}{'' if is_shared else f'_{self.seed}'}"
 
     def command(self, name: str) -> list[str]:
-        """The words after e2e-vl."""
-
         def fill(found: re.Match[str]) -> str:
             names = {"output": name, "data": str(self.data), **self.row.names}
             word = names.get(found[1], found[1])
@@ -206,7 +199,6 @@ class Chain:
             if log.exists() and log.read_text("utf-8").partition("\n")[0] != command:
                 raise UserError(f"{log} does not begin with `{command}`: choose another --output.")
             if not log.exists():
-                log.parent.mkdir(parents=True, exist_ok=True)
                 words += ["--resume"] if words[0] == "train" and place.is_dir() else []
                 print(f"e2e-vl {shlex.join(words)}", flush=True)
                 with atomic_file(log) as part, part.open("w", encoding="utf-8") as file:
@@ -227,7 +219,6 @@ class Chain:
 
 
 def read_paper(name: str) -> Paper:
-    """Read a file of configs/reproduce."""
     return decode(read_yaml(find_config(f"reproduce/{name}")), Paper, name)
 
 

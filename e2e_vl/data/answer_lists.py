@@ -1,4 +1,4 @@
-"""Read and write answer vocabularies; an answer's position in the list is its class."""
+"""Read answer vocabularies; an answer's position in the list is its class."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from detector.errors import UserError, user_path
-from detector.io import read_json, write_json
+from detector.io import read_json
 from e2e_vl.data.tables import require_unique
 from e2e_vl.io import Record, read_text
 
@@ -47,10 +47,3 @@ def read_answers(path: str | Path, sources: Collection[str] | None = None) -> li
     if path.name != ANSWERS_FILE:  # a saved vocabulary may list an answer twice, since tasks normalise text files
         require_unique(answers, f"{path}: the answer")
     return answers
-
-
-def write_answers(path: str | Path, answers: list[str]) -> None:
-    """Write a vocabulary as a JSON list that `read_answers` can read."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, answers)

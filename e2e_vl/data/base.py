@@ -36,39 +36,24 @@ class DataNeeds:
 
 
 class VLDataset(abc.ABC):
-    """Images, texts and annotations of one split.
+    """Images, texts and annotations of one split."""
 
-    Attributes:
-        file_keys: keys of `data.files`.
-        box_sources: the supported sources of candidate boxes.
-        annotation_files: keys of `data.files`, any one of which gives the annotated objects.
-        id_space: where the image ids come from, such as "vg"; None: from COCO if the file names do. See
-            `e2e_vl/data/overlap.py`.
-        groups: the text indices of each image (or pair of images).
-        parts: for each of the joined splits, the placeholder values for its box files in `data.files`, such as
-            {"split": "val"}.
-        class_names: names of the object classes, in the order of the detector's classes; None if there are no classes.
-        corpus: texts without images, for pre-training.
-        has_phrases: whether some texts have annotated phrases (`SampleText.phrases`).
-        has_truths: whether annotated splits have a ground truth for each text.
-        mixes_phrases: whether only some of several joined data sets have phrases.
-        mixes_objects: whether some images may lack object attributes or outlines that others have.
-        left_out: number of texts of the split that are skipped.
-    """
-
-    file_keys: ClassVar[tuple[str, ...]]
-    box_sources: ClassVar[tuple[BoxSource, ...]] = tuple(BoxSource)
+    file_keys: ClassVar[tuple[str, ...]]  # of `data.files`
+    box_sources: ClassVar[tuple[BoxSource, ...]] = tuple(BoxSource)  # the supported sources of candidate boxes
+    # keys of `data.files`, any one of which gives the annotated objects
     annotation_files: ClassVar[tuple[str, ...]] = ("instances",)
+    # where the image ids come from, such as "vg"; None: from COCO if the file names do. See `e2e_vl/data/overlap.py`
     id_space: ClassVar[str | None] = None
-    groups: Sequence[Sequence[int]]
+    groups: Sequence[Sequence[int]]  # text indices of each image (or pair of images)
+    # for each of the joined splits, the placeholder values for its box files in `data.files`, such as {"split": "val"}
     parts: Sequence[Mapping[str, str]]
-    class_names: Sequence[str] | None = None
-    corpus: Sequence[str] | None = None
-    has_phrases: bool = False
-    has_truths: bool = True
-    mixes_phrases: bool = False
-    mixes_objects: bool = False
-    left_out: int = 0
+    class_names: Sequence[str] | None = None  # in the order of the detector's classes; None if there are no classes
+    corpus: Sequence[str] | None = None  # texts without images, for pre-training
+    has_phrases: bool = False  # some texts have annotated phrases (`SampleText.phrases`)
+    has_truths: bool = True  # annotated splits have a ground truth for each text
+    mixes_phrases: bool = False  # only some of several joined data sets have phrases
+    mixes_objects: bool = False  # some images may lack object attributes or outlines that others have
+    left_out: int = 0  # texts of the split that are skipped
 
     @abc.abstractmethod
     def __init__(self, files: DataFiles, options: Any, split: str, needs: DataNeeds) -> None:
@@ -121,7 +106,6 @@ class VLDataset(abc.ABC):
         A file with a subset of the detector's categories would number them differently.
 
         Args:
-            num_classes: the detector's number of foreground classes.
             detector_names: their names, if they are stored with the weights.
         """
         names = self.class_names
@@ -146,7 +130,6 @@ class TextRecord(Record):
 
     @property
     def image_names(self) -> tuple[str, ...]:
-        """The ids of the text's images."""
         return (str(self.image_id),)
 
     @property
@@ -156,15 +139,10 @@ class TextRecord(Record):
 
 
 class RecordDataset(VLDataset):
-    """A data set whose texts are serialised `TextRecord`s of one type, grouped by image.
+    """A data set whose texts are serialised `TextRecord`s of one type, grouped by image."""
 
-    Attributes:
-        texts: the records; their indices are text indices.
-        is_pool: whether texts of other images may be sampled, as captions are.
-    """
-
-    is_pool: ClassVar[bool] = False
-    texts: SerializedList[Any]
+    is_pool: ClassVar[bool] = False  # texts of other images may be sampled, as captions are
+    texts: SerializedList[Any]  # the records; their indices are text indices
     groups: TextGroups
 
     def set_texts(
@@ -173,8 +151,6 @@ class RecordDataset(VLDataset):
         """Store the records.
 
         Args:
-            records: with unique ids.
-            where: the file and the kind of record, for error messages.
             images: keys to group by, one per record, if two images may have the same name.
             need_labels: raise an error if no record has a label.
         """
@@ -188,7 +164,6 @@ class RecordDataset(VLDataset):
         return len(self.texts)
 
     def __getitem__(self, text: int) -> str:
-        """The text with this index."""
         return self.texts[text].words
 
     def image_ids(self) -> Iterable[str]:
@@ -251,7 +226,6 @@ def normalise_class_name(name: str) -> str:
 
 
 def open_options(dataset: type[VLDataset], settings: DataSettings) -> tuple[DataFiles, Any]:
-    """The files and the options of a data set."""
     return DataFiles(settings, dataset.file_keys), settings.config
 
 

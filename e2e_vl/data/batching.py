@@ -131,7 +131,6 @@ class GroupedBatchSampler(Sampler[list[Request]]):
             yield [self._request(int(number), texts) for number in numbers]
 
     def _request(self, number: int, texts: np.ndarray) -> Request:
-        """The request with this number; `texts` as returned by `_epoch_order`."""
         group, first = int(self._group_of[number]), int(self._first[number])
         last = int(self._starts[group + 1])
         if self.texts_per_image is not None:
@@ -220,8 +219,6 @@ class BatchLoader:
 
     Args:
         dataset: loads the `Example` of a `Request`.
-        sampler: yields the requests of each batch.
-        collate: list of `Example` -> `Batch`.
         workers: number of worker processes; 0 reads in the main process.
         keep_workers: keep the workers for the next epoch.
         unreadable: collects images that are missing or cannot be read; they are left out of the batch. None: they are
@@ -456,42 +453,25 @@ logger = logging.getLogger(__name__)
 _BROKEN_IN_A_ROW = 20  # unreadable images in a row after which a run stops
 
 
+@dataclasses.dataclass(eq=False)
 class ExampleDataset(Dataset):
     """Loads an image with some of its texts, for any data set.
 
     All texts of a request share the image, and so its flip and its size.
-
-    Args:
-        dataset: the samples.
-        loader: loads pixels and transforms boxes.
-        preprocessor: encodes the texts.
-        seed: all random choices depend only on (seed, epoch, text).
-        skip_broken: replace an image that is missing or cannot be read by the next one, and log it.
-
-    Attributes:
-        groups: the text indices of each image.
-        broken: groups whose images were replaced in this process.
     """
 
-    def __init__(
-        self,
-        dataset: VLDataset,
-        loader: ImageLoader,
-        preprocessor: Preprocessor,
-        *,
-        seed: int = 0,
-        skip_broken: bool = False,
-    ) -> None:
-        self.dataset = dataset
-        self.loader = loader
-        self.preprocessor = preprocessor
-        self.seed = seed
-        self.skip_broken = skip_broken
-        self.groups = dataset.groups
-        self.broken: set[int] = set()
+    dataset: VLDataset
+    loader: ImageLoader
+    preprocessor: Preprocessor
+    _: dataclasses.KW_ONLY
+    seed: int = 0  # all random choices depend only on (seed, epoch, text)
+    skip_broken: bool = False  # replace an image that is missing or cannot be read by the next one, and log it
+
+    def __post_init__(self) -> None:
+        self.groups = self.dataset.groups  # the text indices of each image
+        self.broken: set[int] = set()  # groups whose images were replaced in this process
 
     def __len__(self) -> int:
-        """Number of texts."""
         return len(self.dataset)
 
     def __getitem__(self, request: Request) -> Example:

@@ -270,7 +270,6 @@ class ShardCaptions(CaptionSource):
             return content.read().decode("utf-8", "replace").strip()
 
     def name(self, group: int) -> str:
-        """The record's key."""
         with self._member(group, 1) as (name, _):
             folder, slash, file = name.rpartition("/")
             return folder + slash + file.partition(".")[0]
@@ -326,7 +325,6 @@ class CaptionDataset(VLDataset):
         yield from _corpus(files, options, split) or ()
 
     def __len__(self) -> int:
-        """Number of captions."""
         return len(self.groups.texts)
 
     def __getitem__(self, text: int) -> str:
@@ -340,7 +338,6 @@ class CaptionDataset(VLDataset):
         return (self.source.name(group) for group in range(len(self.groups)))
 
     def sample(self, texts: Sequence[int]) -> Sample:
-        """The given captions of one image."""
         group = self.groups.group_of(texts[0])
         name, size, objects = self.source.name(group), self.source.image_size(group), None
         if self.instances is not None:
@@ -396,5 +393,4 @@ def _corpus(files: DataFiles, options: CaptionOptions, split: str) -> ConcatData
 
 
 def _index_folder(files: DataFiles, options: CaptionOptions) -> Path:
-    """The folder for the index files."""
     return files.root / "index" if options.cache is None else user_path(options.cache)

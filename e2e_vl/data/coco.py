@@ -140,7 +140,6 @@ class CocoInstances:
         return self.images[self._rows.row(image_id)]
 
     def require_images(self, image_ids: Iterable[Id]) -> None:
-        """Raise a UserError if the file lacks any of these images."""
         missing = {image_id for image_id in image_ids if image_id not in self}
         if missing:
             raise UserError(
@@ -167,7 +166,6 @@ class CocoInstances:
         )
 
     def sample_image(self, image_id: Id, file: Path) -> SampleImage:
-        """An image stored in `file`, with its objects."""
         image = self[image_id]
         return SampleImage(str(image.id), file, (image.height, image.width), self.objects(image_id))
 
@@ -208,7 +206,6 @@ class CocoDetectionDataset(VLDataset):
         return [self._categories] * len(self)
 
     def sample(self, texts: Sequence[int]) -> Sample:
-        """One image with its empty text."""
         image = self.instances.images[texts[0]]
         objects = [
             {

@@ -135,12 +135,10 @@ class JoinedDataset(VLDataset):
 
     @classmethod
     def _kinds_of(cls, options: JoinedOptions) -> Iterator[tuple[type[VLDataset], Any]]:
-        """The data set class and the options of each part."""
         for part in options.parts.values():
             yield DATASETS[part.name].cls, part.config
 
     def __len__(self) -> int:
-        """Number of texts."""
         return self.starts[-1]
 
     def __getitem__(self, text: int) -> str:

@@ -73,28 +73,23 @@ CLASS_NAMES = (
 
 
 class VCROptions(Settings, frozen=True):
-    """VCR. The defaults are those of the official VL-BERT code.
+    """VCR. The defaults are those of the official VL-BERT code."""
 
-    Attributes:
-        question: "answer" (Q->A) or "rationale" (QA->R). For pre-training: "both" uses each question twice, for its
-            answer and for its rationale; "in_turn" (VisualBERT's code, by mistake) uses it once, alternating between
-            four questions for their answers and four for their rationales.
-        condition_on: "right": rationales are predicted for the right answer. "each": for each of the four answers, as
-            the leaderboard requires; a question then has four text indices, and no labels for training.
-        objects: which objects are candidate boxes. "all": all in the image, in file order, so that questions
-            can share a detector pass. "mentioned": those mentioned in the question and the choices (for rationales,
-            also in the answers), in the order of first mention. "r2c": R2C's selection, in file order, see
-            `find_relevant_objects`. "r2c_all_texts": the selection for the question with all its answers and rationales
-            together (official VisualBERT code).
-        class_names: names of the object classes, in the order of the detector's classes.
-        names_are_phrases: object names in the question and the choices are phrases to ground in the objects' boxes,
-            which a run with `phrases.weight` trains.
-    """
-
+    # "answer" (Q->A) or "rationale" (QA->R). For pre-training: "both" uses each question twice, for its answer and for
+    # its rationale; "in_turn" (VisualBERT's code, by mistake) uses it once, alternating between four questions for
+    # their answers and four for their rationales.
     question: Literal["answer", "rationale", "both", "in_turn"] = "answer"
+    # "right": rationales are predicted for the right answer. "each": for each of the four answers, as the leaderboard
+    # requires; a question then has four text indices, and no labels for training.
     condition_on: Literal["right", "each"] = "right"
+    # which objects are candidate boxes. "all": all in the image, in file order, so that questions can share a detector
+    # pass. "mentioned": those mentioned in the question and the choices (for rationales, also in the answers), in the
+    # order of first mention. "r2c": R2C's selection, in file order, see `find_relevant_objects`. "r2c_all_texts": the
+    # selection for the question with all its answers and rationales together (official VisualBERT code).
     objects: Literal["all", "mentioned", "r2c", "r2c_all_texts"] = "all"
-    class_names: tuple[str, ...] = CLASS_NAMES
+    class_names: tuple[str, ...] = CLASS_NAMES  # in the order of the detector's classes
+    # object names in the question and the choices are phrases to ground in the objects' boxes, which a run with
+    # `phrases.weight` trains
     names_are_phrases: bool = False
 
     def __post_init__(self) -> None:
@@ -105,21 +100,14 @@ class VCROptions(Settings, frozen=True):
 
 
 class CaptionOptions(Settings, frozen=True):
-    """Captions.
+    """Captions."""
 
-    Attributes:
-        source: format of the captions: "coco", "shards" (img2dataset) or "json_lines" (VL-BERT's official code).
-        use_corpus: False ignores `data.files.corpus`.
-        use_images: False returns captions without their images, for the text-only control.
-        cache: folder for index files; None = `index` in `data.root`.
-        min_object_score: keep only objects of `data.files.metadata` with a higher score (official VisualBERT: 0.7).
-    """
-
+    # format: COCO, img2dataset's shards, or VL-BERT's official code ("json_lines")
     source: Literal["coco", "shards", "json_lines"] = "coco"
-    use_corpus: bool = True
-    use_images: bool = True
-    cache: str | None = None
-    min_object_score: Fraction = 0.7
+    use_corpus: bool = True  # False ignores `data.files.corpus`
+    use_images: bool = True  # False returns captions without their images, for the text-only control
+    cache: str | None = None  # folder for index files; None = `index` in `data.root`
+    min_object_score: Fraction = 0.7  # only objects of `data.files.metadata` with a higher score (official VisualBERT)
 
 
 class GenomeOptions(Settings, frozen=True):

@@ -146,7 +146,6 @@ def load_npz(file: Path | BinaryIO, where: str | None = None) -> RegionFeatures:
 
 
 def to_column(name: str, values: np.ndarray) -> np.ndarray:
-    """Convert an array to the dtype of its column: float32 or int64."""
     return values.astype(OPTIONAL_COLUMNS.get(name, np.float32), copy=False)
 
 
@@ -162,7 +161,6 @@ class FeatureStore(abc.ABC):
 
     @property
     def ids(self) -> list[str]:
-        """Image ids, in the order of the file."""
         return list(self.rows)
 
     @abc.abstractmethod

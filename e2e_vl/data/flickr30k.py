@@ -104,7 +104,6 @@ def read_annotation(path: str | Path) -> AnnotatedImage:
 
 
 def read_image_ids(path: str | Path) -> list[str]:
-    """The image ids of a split file, one per line."""
     ids = read_text(path).split()
     if not ids or not all(one.isdecimal() for one in ids):
         raise UserError(f"{path} is not a list of image ids such as 1000092795, one per line")
@@ -163,7 +162,6 @@ class Flickr30KDataset(RecordDataset):
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: Flickr30KOptions, split: str) -> Iterable[str]:
-        """All captions of a split."""
         return (caption.words for caption in _captions(files, split))
 
     def truths(self) -> Iterable[PhraseBoxes]:

@@ -113,7 +113,6 @@ class SceneObject(Record):
 
     @property
     def corners(self) -> tuple[float, float, float, float]:
-        """The box as xyxy."""
         return self.x, self.y, self.x + self.w, self.y + self.h
 
 
@@ -207,7 +206,6 @@ class GQADataset(RecordDataset):
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: GQAOptions, split: str) -> Iterable[str]:
-        """All questions of a split, and their answers."""
         for question in read_questions(_question_files(files, split)):
             yield question.words
             if question.answer is not None:

@@ -95,29 +95,18 @@ class DetectedBoxes(BoxReader):
         return CandidateBoxes(boxes[select_regions(scores, self.selection).numpy()], f"{path}: image {image_id}")
 
 
+@dataclasses.dataclass
 class StoredBoxes(BoxReader):
-    """Boxes from files of region features: by descending score, or in stored order if they have no scores.
+    """Boxes from files of region features: by descending score, or in stored order if they have no scores."""
 
-    Args:
-        stores: the opened files.
-        selection: which boxes with scores to keep.
-        with_features: also return the features, which replace the detector, for the first `limit` boxes.
-        limit: see `with_features`; None keeps all boxes.
-    """
+    stores: Sequence[FeatureStore]
+    selection: SelectionRule  # of boxes with scores
+    _: dataclasses.KW_ONLY
+    with_features: bool  # also return the features, which replace the detector, for the first `limit` boxes
+    limit: int | None = None  # None: all boxes
 
-    def __init__(
-        self,
-        stores: Sequence[FeatureStore],
-        selection: SelectionRule,
-        *,
-        with_features: bool,
-        limit: int | None = None,
-    ) -> None:
-        self.files = [store.path for store in stores]
-        self.stores = stores
-        self.selection = selection
-        self.with_features = with_features
-        self.limit = limit
+    def __post_init__(self) -> None:
+        self.files = [store.path for store in self.stores]
 
     def __contains__(self, image_id: str) -> bool:
         return any(image_id in store for store in self.stores)
@@ -227,35 +216,24 @@ MEAN_COLOUR = {"RGB": (123, 116, 103), "BGR": (103, 116, 123)}  # mean of natura
 
 @dataclasses.dataclass(frozen=True)
 class ImageRules:
-    """How images are preprocessed.
+    """How images are preprocessed."""
 
-    Attributes:
-        resize: sizes of the network input; one is sampled per request (multi-scale training).
-        flip_probability: probability of a horizontal flip; for training.
-        channel_order: "BGR" or "RGB".
-        with_objects: add the annotated objects, without crowds, as targets for the detection losses.
-        mask_size: S, the size of the instance masks of the candidate boxes; None: no masks.
-        mask_at: see `instance_mask`.
-        fill_masks: if an image has no outlines, use masks of ones; for data where other images have outlines.
-        is_blank: for the control without images: all pixels have the mean colour, saved features are zero, and instance
-            masks are one.
-        blank_boxes: with `is_blank`, also remove the candidate boxes: their number and positions may reveal the answer.
-        mirror_precomputed: flip the boxes of saved features although the features are of the unflipped image
-            (official VL-BERT code); False forbids flips with saved features.
-        mean_image_feature: if the file has no feature of the whole image, use the mean over the regions (official
-            VL-BERT code).
-    """
-
-    resize: tuple[ResizeRule, ...]
-    flip_probability: float = 0.0
-    channel_order: str = "BGR"
-    with_objects: bool = False
-    mask_size: int | None = None
-    mask_at: str = "corners"
+    resize: tuple[ResizeRule, ...]  # of the network input; one is sampled per request (multi-scale training)
+    flip_probability: float = 0.0  # of a horizontal flip; for training
+    channel_order: str = "BGR"  # or "RGB"
+    with_objects: bool = False  # add the annotated objects, without crowds, as targets for the detection losses
+    mask_size: int | None = None  # S, the size of the instance masks of the candidate boxes; None: no masks
+    mask_at: str = "corners"  # see `instance_mask`
+    # if an image has no outlines, use masks of ones; for data where other images have outlines
     fill_masks: bool = False
+    # the control without images: all pixels have the mean colour, saved features are zero, instance masks are one
     is_blank: bool = False
+    # with `is_blank`, also remove the candidate boxes: their number and positions may reveal the answer
     blank_boxes: bool = False
+    # flip the boxes of saved features although the features are of the unflipped image (official VL-BERT code); False
+    # forbids flips with saved features
     mirror_precomputed: bool = False
+    # if the file has no feature of the whole image, use the mean over the regions (official VL-BERT code)
     mean_image_feature: bool = False
 
 
@@ -271,26 +249,21 @@ class ImageLoader:
     """Reads images and their candidate boxes.
 
     Args:
-        rules: how images are preprocessed.
-        source: source of the candidate boxes; boxes in the sample take precedence.
-        box_reader: reads boxes or saved features from files, for the sources that need files.
+        source: of the candidate boxes; boxes in the sample take precedence.
+        box_reader: for the sources that need files.
     """
 
     def __init__(self, rules: ImageRules, source: BoxSource, box_reader: BoxReader | None = None) -> None:
         if source is BoxSource.PRECOMPUTED and rules.flip_probability > 0 and not rules.mirror_precomputed:
             raise UserError("Precomputed features do not allow flips; set data.flip to 0")
-        self.rules = rules
-        self.source = source
-        self.box_reader = box_reader
+        self.rules, self.source, self.box_reader = rules, source, box_reader
         self._warned_of_empty_mask = False
 
     def require_images(self, image_ids: Iterable[str], split: str) -> None:
-        """Check at the start of a run that the box files contain all images of a split."""
         if self.box_reader is not None:
             self.box_reader.require_images(image_ids, split)
 
     def draw_augmentation(self, generator: np.random.Generator) -> Augmentation:
-        """Sample whether to flip, and the size."""
         flip = bool(generator.random() < self.rules.flip_probability)
         return Augmentation(flip, self.rules.resize[int(generator.integers(len(self.rules.resize)))])
 
@@ -420,7 +393,6 @@ class ImageLoader:
         return np.ascontiguousarray(joined[:, :, ::-1]) if image_transform.flipped else joined
 
     def _objects(self, objects: AnnotatedObjects, image_transform: ImageTransform) -> DetectionObjects:
-        """Targets for the detection losses."""
         kept = np.arange(len(objects)) if objects.is_crowd is None else np.flatnonzero(~objects.is_crowd)
         moved = image_transform.transform_objects(objects.boxes[kept])
         check_boxes([moved], [objects.origin], "object")

@@ -48,7 +48,6 @@ class SourcedSentence(TextRecord, array_like=True):
 
     @property
     def id(self) -> str:
-        """The id in the official code."""
         return f"{self.image_id}_{self.source}_{self.number:03d}"
 
     @property
@@ -128,12 +127,10 @@ class LXMERTDataset(RecordDataset):
 
     @classmethod
     def read(cls, path: Path, options: ImageSets) -> list[Any]:
-        """The texts of a file, in file order."""
         return list(stream_list(path, cls.record))
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: ImageSets, split: str) -> Iterable[str]:
-        """All texts of a split."""
         return [text.words for text in cls._read_splits(files, options, split)]
 
     @classmethod
@@ -178,12 +175,10 @@ class ScoredQuestionDataset(LXMERTDataset):
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: ImageSets, split: str) -> Iterable[str]:
-        """All questions of a split, and the best answer to each."""
         return [*super().texts_of(files, options, split), *cls.answers_of(files, options, split).values()]
 
     @classmethod
     def answers_of(cls, files: DataFiles, options: ImageSets, split: str) -> dict[Any, str]:
-        """The best answer to each question that has one."""
         questions = cls._read_splits(files, options, split)
         return {one.id: max(one.label, key=one.label.get) for one in questions if one.label}
 

@@ -50,13 +50,11 @@ class PairStatement(TextRecord):
 
     @property
     def metadata(self) -> dict[str, str]:
-        """Metadata for predictions and metrics."""
         values = {"identifier": self.id, "label": self.label, "synset": self.synset, "family": self.family}
         return {key: value for key, value in values.items() if value is not None}
 
 
 def read_examples(path: str | Path) -> list[PairStatement]:
-    """The examples of a file, in file order."""
     return list(stream_lines(path, PairStatement))
 
 
@@ -90,7 +88,6 @@ class NLVR2Dataset(RecordDataset):
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: NLVR2Options, split: str) -> Iterable[str]:
-        """All sentences of a split."""
         paths = [files.path("examples", split=name) for name in split_names(split)]
         return [example.words for path in paths for example in read_examples(path)]
 

@@ -46,7 +46,6 @@ class _GenomePhoto(Record):
     flickr_id: Id | None = None
 
     def other_ids(self) -> tuple[PhotoId, ...]:
-        """The photo's COCO and Flickr ids."""
         pairs = ((COCO, self.coco_id), (FLICKR, self.flickr_id))
         return tuple(PhotoId(space, str(number)) for space, number in pairs if number is not None)
 

@@ -52,7 +52,6 @@ class SerializedList(Sequence, Generic[Item]):
         return len(self._ends) - 1
 
     def __getitem__(self, index: int | slice) -> Item | list[Item]:
-        """An item, or a list of items for a slice."""
         rows = range(len(self))[index]
         return [self._item(row) for row in rows] if isinstance(index, slice) else self._item(rows)
 
@@ -101,7 +100,6 @@ class SerializedDict(Generic[Item]):
         return self._items[self._rows.row(id)]
 
     def require(self, ids: Iterable[int | str]) -> None:
-        """Raise a UserError if an id has no item."""
         for id in ids:
             if id not in self:
                 raise UserError(f"{self._where}: no entry {id}; use files of the same split and release")
@@ -150,7 +148,6 @@ class TextGroups(Sequence):
         return len(self.starts) - 1
 
     def group_of(self, text: int) -> int:
-        """The group of a text."""
         return int(np.searchsorted(self.starts, self._places[text], side="right")) - 1
 
     def __getitem__(self, group: int | slice) -> list[int] | list[list[int]]:

@@ -78,7 +78,6 @@ class ImageMetadata(Record):
 
 
 def read_questions(path: str | Path) -> SerializedList[VCRQuestion]:
-    """The questions of a jsonl file, in file order."""
     return SerializedList(stream_lines(path, VCRQuestion), VCRQuestion)
 
 
@@ -100,7 +99,6 @@ def read_detected_objects(path: Path, min_score: float) -> tuple[tuple[int, int]
     for VCR.
 
     Args:
-        path: the file.
         min_score: keep only boxes with a higher score.
 
     Returns:
@@ -208,7 +206,6 @@ class VCRDataset(VLDataset):
         return (self._text(index).truth for index in range(len(self)))
 
     def sample(self, texts: Sequence[int]) -> Sample:
-        """The given questions about one image."""
         question = self.questions[texts[0] // self.per_question]
         size, objects = read_metadata(self.folder / question.metadata_fn, question)
         classes = np.array([self._class_of[name] for name in question.objects], dtype=np.int64)

@@ -116,7 +116,6 @@ class GenomeText(TextRecord, array_like=True):
 
     @property
     def metadata(self) -> dict[str, int]:
-        """Metadata for predictions."""
         return {"region_id" if self.answer is None else "qa_id": self.id}
 
 
@@ -245,12 +244,10 @@ class VisualGenomeDataset(RecordDataset):
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: GenomeOptions, split: str) -> Iterable[str]:
-        """All descriptions, or all questions."""
         return (text.words for text in READERS[options.texts](files.path(options.texts, split=split)))
 
     @classmethod
     def answers_of(cls, files: DataFiles, options: GenomeOptions, split: str) -> dict[Any, str]:
-        """The answer to each question."""
         if options.texts != "questions":
             return super().answers_of(files, options, split)
         return {text.id: text.answer for text in read_genome_questions(files.path("questions", split=split))}

@@ -140,7 +140,6 @@ class VQADataset(RecordDataset):
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: VQAOptions, split: str) -> Iterable[str]:
-        """All questions of a split, and the most frequent answer to each."""
         for name in split_names(split):
             for question in _read_split(files, name, annotated=True):
                 yield from (question.words, question.most_frequent)

@@ -139,7 +139,6 @@ class AttentionStep(nn.Module):
         output_attentions: bool = False,
         bias: Float[Tensor, "M heads queries keys"] | None = None,
     ) -> tuple[Float[Tensor, "M queries E"], Map | None]:
-        """See `MultiHeadAttention.forward`."""
         read, found = self.get_submodule(self.inner)(states, context, attention_mask, output_attentions, bias)
         return self.output(read, states), found
 
@@ -160,7 +159,6 @@ class SelfAttentionLayer(GradientCheckpointingLayer):
         output_attentions: bool = False,
         bias: Float[Tensor, "M heads length length"] | None = None,
     ) -> tuple[Float[Tensor, "M length E"], Map | None]:
-        """States -> states, and the attention map; see `MultiHeadAttention.forward`."""
         states, found = self.attention(states, states, attention_mask, output_attentions, bias)
         return self.output(self.intermediate(states), states), found
 
@@ -378,17 +376,14 @@ class LxmertEncoder(Encoder):
 
     @property
     def summary_size(self) -> int:
-        """X, one vector of width E per image."""
         return self.config.hidden_size * self.config.max_images
 
     @property
     def num_joint_layers(self) -> int:
-        """The number of layers with cross attention."""
         return self.config.x_layers
 
     @property
     def attention_graphs(self) -> dict[str, AttentionGraph]:
-        """Self-attention of words, self-attention of regions, and cross attention."""
         config = self.config
         before, each = config.l_layers + config.r_layers, 2 * config.max_images
         across = tuple(before + each * layer for layer in range(config.x_layers))
@@ -420,7 +415,6 @@ class LxmertEncoder(Encoder):
         output_attentions: bool = False,
         intermediate_layer: int | None = None,
     ) -> EncoderOutput:
-        """See `Encoder.forward` and the docstring of the class."""
         passes = ImagePasses.from_regions(regions, self.config.max_images)
         region_mask = passes.attention_mask.flatten(0, 1)
         of_words, of_regions, across = [], [], []  # maps
@@ -466,7 +460,6 @@ class LxmertEncoder(Encoder):
     def embed_regions(
         self, texts: TextBatch, regions: TextRegions, passes: ImagePasses
     ) -> Float[Tensor, "passes own E"]:
-        """The input of the layers over regions."""
         features = regions.features
         if self.config.masked_region_feature:
             features = features.masked_fill(regions.is_masked[..., None], 0.0)

@@ -18,7 +18,6 @@ from e2e_vl.encoders.base import Encoder, EncoderConfig, read_summary
 from e2e_vl.encoders.config import VisualBertSettings
 from e2e_vl.encoders.layers import (
     BertLayerWithAttentions,
-    LayerOutputs,
     RelativeGeometryBias,
     SequenceLayout,
     check_length,
@@ -232,53 +231,31 @@ class VisualBertEncoder(Encoder):
         intermediate_layer: int | None = None,
     ) -> EncoderOutput:
         """As `forward`, from the packed input of the layers and the biases of their attention logits."""
-        length = texts.attention_mask.shape[1]
+        length, layers = texts.attention_mask.shape[1], self.encoder["layer"]
+        options = (layout.attention_mask, output_attentions, biases, intermediate_layer)
         if self.additional_layer is None:
-            run = run_layers(
-                self.encoder["layer"], hidden, layout.attention_mask, output_attentions, biases, intermediate_layer
-            )
+            run = run_layers(layers, hidden, *options)
+            output, intermediate = run.output, run.intermediate
             maps = [layout.unpack_pairs(one) for one in run.attentions]
-        else:
-            run = self._fuse_late(hidden, layout, length, output_attentions, biases, intermediate_layer)
-            maps = run.attentions
-        states = layout.split(run.output, length)
-        pooled = self.pooler(run.output) if texts.summary is None else None
+        else:  # late fusion: all layers over words, then one over words and embedded regions
+            slots = layout.unpack(hidden)
+            is_word, is_region = layout.is_real[:, :length], layout.is_real[:, length:]
+            words, maps, _ = run_layers(layers, slots[:, :length], is_word, output_attentions)
+            is_pair = is_word[:, None, :, None] & is_word[:, None, None, :]
+            count = is_region.shape[1]
+            maps = [F.pad(one * is_pair, (0, count, 0, count)) for one in maps]
+            joint = layout.pack(torch.cat([words, slots[:, length:]], dim=1))
+            run = run_layers([self.additional_layer], joint, *options)
+            has_regions = is_region.any(dim=1)[:, None, None]  # other texts skip the layer
+            output, intermediate = (torch.where(has_regions, one, joint) for one in (run.output, run.intermediate))
+            maps += [layout.unpack_pairs(one) * has_regions[..., None] for one in run.attentions]
+        states = layout.split(output, length)
+        pooled = self.pooler(output) if texts.summary is None else None
         return EncoderOutput(
             text=states.text,
             regions=states.regions,
             summary=read_summary(states.text, pooled, texts.summary),
             attentions=tuple(maps) if output_attentions else None,
             word_embeddings=self.get_input_embeddings().weight,
-            intermediate=None if intermediate_layer is None else layout.split(run.intermediate, length),
-        )
-
-    def _fuse_late(
-        self,
-        hidden: Float[Tensor, "M Z E"],
-        layout: SequenceLayout,
-        length: int,
-        output_attentions: bool,
-        biases: Sequence[Float[Tensor, "M heads Z Z"]],
-        intermediate_layer: int | None,
-    ) -> LayerOutputs:
-        """Run all layers over words, then the additional layer over words and embedded regions.
-
-        Returns:
-            As `run_layers`, but the maps are over all slots: zero at regions in the first layers, and zero in the
-            additional layer for texts without regions. Its input counts as the intermediate states.
-        """
-        slots = layout.unpack(hidden)
-        is_word, is_region = layout.is_real[:, :length], layout.is_real[:, length:]
-        words, maps, _ = run_layers(self.encoder["layer"], slots[:, :length], is_word, output_attentions)
-        is_pair = is_word[:, None, :, None] & is_word[:, None, None, :]
-        count = is_region.shape[1]
-        maps = [F.pad(one * is_pair, (0, count, 0, count)) for one in maps]
-        joint = layout.pack(torch.cat([words, slots[:, length:]], dim=1))
-        run = run_layers(
-            [self.additional_layer], joint, layout.attention_mask, output_attentions, biases, intermediate_layer
-        )
-        has_regions = is_region.any(dim=1)[:, None, None]
-        maps += [layout.unpack_pairs(one) * has_regions[..., None] for one in run.attentions]
-        return LayerOutputs(
-            torch.where(has_regions, run.output, joint), maps, torch.where(has_regions, run.intermediate, joint)
+            intermediate=None if intermediate_layer is None else layout.split(intermediate, length),
         )

@@ -224,10 +224,6 @@ class VLBertEmbeddings(nn.Module):
         """Add up the embeddings and pack them.
 
         Args:
-            word_vectors: region vector of each word, or None.
-            region_words: word embedding of each region.
-            vectors: region vector of each region.
-            image_slot: index of the region's image among those of the text.
             longest: see `SequenceLayout.from_masks`.
 
         Returns:
@@ -293,7 +289,6 @@ class VLBertLayer(BertLayerWithAttentions):
     def forward(
         self, hidden: Float[Tensor, "M Z E"], mask: Float[Tensor, "M _ _ Z"], output_attentions: bool = False
     ) -> tuple[Float[Tensor, "M Z E"], Float[Tensor, "M heads Z Z"] | None]:
-        """See `BertLayerWithAttentions.forward`."""
         if not self.norm_first:
             return super().forward(hidden, mask, output_attentions)
         attention, output = self.attention.output, self.output

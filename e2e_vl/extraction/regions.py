@@ -208,9 +208,6 @@ def select_candidate_pairs(probs: Tensor) -> tuple[Tensor, Tensor]:
     With many classes, a few confident proposals could fill `MAX_CANDIDATES`; the best class of every proposal ensures
     that the rule's minimum number is reached.
 
-    Args:
-        probs: float [P, K], without the background's column.
-
     Returns:
         int64 [pairs] rows of proposals and int64 [pairs] classes, in the order of the rows.
     """

@@ -87,7 +87,7 @@ def phrase_metrics(predictions: Sequence[Flickr30KPrediction]) -> dict[str, floa
     return metrics | {f"accuracy_by_type/{kind}": recalls(own)["R@1"] for kind, own in sorted(by_type.items())}
 
 
-def write_submission(path: str | Path, predictions: Sequence[Flickr30KPrediction]) -> None:
+def write_submission(path: Path, predictions: Sequence[Flickr30KPrediction]) -> None:
     """Write a JSON list of {"image", "sentence", "phrases": [{"id", "phrase", "box", "score"}]}.
 
     There is no evaluation server; boxes are xyxy in pixels of the original image.

@@ -22,15 +22,7 @@ _KINDS = {"accuracyPerStructuralType": "structural", "accuracyPerSemanticType": 
 
 
 class GQAPrediction(Prediction, kw_only=True):
-    """The answer to a question, with fields of the official question files.
-
-    Attributes:
-        types: "structural", "semantic" and "detailed"; empty in LXMERT's files of balanced questions.
-        entailed: ids of the questions whose answers follow from this question and its answer.
-        steps: number of reasoning steps in the question's program.
-        is_valid, is_plausible: whether the answer is among the question's choices, see `belongs`; None: unknown.
-        grounding: see the function `grounding`; None: the attention over regions is unknown.
-    """
+    """The answer to a question, with fields of the official question files."""
 
     answer: str
     score: Score
@@ -39,17 +31,17 @@ class GQAPrediction(Prediction, kw_only=True):
     question_id: Id | None = None
     image_id: Id | None = None
     is_balanced: bool = True
+    # "structural", "semantic" and "detailed"; empty in LXMERT's files of balanced questions
     types: dict[str, str] = msgspec.field(default_factory=dict)
     group: str | None = None
-    entailed: tuple[str, ...] = ()
-    steps: int = 0
-    is_valid: bool | None = None
+    entailed: tuple[str, ...] = ()  # ids of the questions whose answers follow from this question and its answer
+    steps: int = 0  # reasoning steps in the question's program
+    is_valid: bool | None = None  # the answer is among the question's choices, see `belongs`; None: unknown
     is_plausible: bool | None = None
-    grounding: float | None = None
+    grounding: float | None = None  # see the function `grounding`; None: the attention over regions is unknown
 
     @property
     def is_hit(self) -> bool:
-        """Whether the answer equals the annotated one exactly."""
         return self.answer == self.right_answer
 
     @property
@@ -180,7 +172,7 @@ def grounding(annotated: Sequence[Sequence[float]], attended: Iterable[tuple[Seq
     return total
 
 
-def write_submission(path: str | Path, predictions: Sequence[GQAPrediction]) -> None:
+def write_submission(path: Path, predictions: Sequence[GQAPrediction]) -> None:
     """Write predictions in the evaluation server's format: a JSON list of {"questionId": str, "prediction": str}."""
     write_list(path, ({"questionId": str(one.question_id), "prediction": one.answer} for one in predictions))
 

@@ -136,7 +136,7 @@ def vqa_metrics(predictions: Sequence[VQAPrediction]) -> dict[str, float]:
     return {"count": float(len(predictions)), **means}
 
 
-def write_submission(path: str | Path, predictions: Sequence[VQAPrediction]) -> None:
+def write_submission(path: Path, predictions: Sequence[VQAPrediction]) -> None:
     """Write predictions in the evaluation server's format: a JSON list of {"question_id": int, "answer": str}."""
     write_list(path, ({"question_id": one.question_id, "answer": one.answer} for one in predictions))
 

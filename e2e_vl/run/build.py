@@ -20,9 +20,10 @@ from detector.checkpoint import LoadReport, load_checkpoint
 from detector.config import SelectionRule
 from detector.errors import MissingFileError, UserError, user_path
 from detector.images import ResizeRule
+from detector.io import write_json
 from detector.structures import Detector
 from e2e_vl.config import BoxSource, DetectorSettings, ResizeSettings, RunConfig, read_detector_config
-from e2e_vl.data.answer_lists import ANSWERS_FILE, read_answers, write_answers
+from e2e_vl.data.answer_lists import ANSWERS_FILE, read_answers
 from e2e_vl.data.base import DataNeeds, VLDataset, check_boxes_source, open_options
 from e2e_vl.data.batching import ExampleDataset, collate
 from e2e_vl.data.image_loader import ImageLoader, ImageRules, open_boxes_of
@@ -108,11 +109,7 @@ def count_frequent_answers(most_frequent: Mapping[Any, str], min_count: int, spe
     """The answers to at least `min_count` questions, by descending count, then alphabetically.
 
     The empty answer may be one of them. Published vocabularies have a different order.
-
-    Args:
-        most_frequent: the most frequent answer to each question, by question id.
-        min_count: least number of questions.
-        spell: normalises the spelling of an answer.
+    `spell` normalises the spelling of an answer.
     """
     counts = Counter(spell(answer) for answer in most_frequent.values())
     kept = [answer for answer, count in counts.items() if count >= min_count]
@@ -170,8 +167,7 @@ def build_model(
     knows_order = has_answers(config) or not task.chooses_answers
     for weights in filter(None, (config.task.fallback_weights, config.task.weights)):
         on_start(Start("task", weights, load_task(task, weights, rules, knows_class_order=knows_order)))
-    masking, phrase_head = task.region_masking, None
-    needs_teacher = masking is not None and masking.enabled and masking.teacher == "frozen"
+    phrase_head, needs_teacher = None, task.masks_regions and task.region_masking.teacher == "frozen"
     if config.phrases.weight:
         encoder.require(Ability.INTERMEDIATE_STATES, "phrases.weight")
         if config.phrases.layer > encoder.num_joint_layers:
@@ -420,7 +416,7 @@ def build_run(config: RunConfig, *, writes: bool = True) -> Run:
     starts: list[Start] = []
     model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer, on_start=starts.append)
     if writes and model.task.chooses_answers and not has_answers(config):
-        write_answers(Path(config.output) / ANSWERS_FILE, model.task.answers)
+        write_json(Path(config.output) / ANSWERS_FILE, model.task.answers)
     boxes = config.data.boxes.train
     examples = build_examples(config, model, tokenizer, config.data.train_split, boxes=boxes, training=True)
     if config.detector.loss_weight > 0:

@@ -25,16 +25,15 @@ import torch
 from accelerate import Accelerator
 from msgspec.structs import replace
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from detector.checkpoint import load_class_names, load_strictly, save_settings
+from detector.checkpoint import load_class_names, load_weights, read_tensors, save_settings, save_weights
 from detector.errors import MissingFileError, UserError
 from detector.io import atomic_folder, decode_yaml, read_json, write_json
 from e2e_vl.config import RunConfig, differences, load_config, parse_overrides, read_detector_config, save_config
-from e2e_vl.data.answer_lists import ANSWERS_FILE, write_answers
+from e2e_vl.data.answer_lists import ANSWERS_FILE
 from e2e_vl.io import find_checksum_mismatch, find_model_folder, write_checksums
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.parts import TASKS, Settings
@@ -74,11 +73,9 @@ def save_model(folder: Path, config: RunConfig, model: VisionLanguageModel, toke
         model.encoder.save_pretrained(folder / "encoder")
         for name, part in _parts(model).items():
             if name != "encoder":
-                (folder / name).mkdir(exist_ok=True)
-                tensors = {key: value.detach().contiguous().cpu() for key, value in part.state_dict().items()}
-                save_file(tensors, folder / name / "model.safetensors")
+                save_weights(part.state_dict(), folder / name / "model.safetensors")
     if model.task.answers:
-        write_answers(folder / "task" / ANSWERS_FILE, model.task.answers)
+        write_json(folder / "task" / ANSWERS_FILE, model.task.answers)
     save_settings(model.detector, folder / "detector")
     tokenizer.save_pretrained(folder / "tokenizer")
 
@@ -101,7 +98,6 @@ def load_model(
     """Load a model that `save_model` wrote. Paths of weights in its settings are ignored.
 
     Args:
-        folder: the model folder, or a run directory with a `model/` folder.
         overrides: `key=value` settings that change the saved ones, such as `data.root=DIR` or
             `detector.overrides.TEST.DETECTIONS_PER_IMAGE=50`.
 
@@ -135,7 +131,8 @@ def load_model(
     model = build_model(unloaded, vocab_size=len(tokenizer), tokenizer=tokenizer)
     load_class_names(model.detector, folder / "detector")
     for name, part in _parts(model).items():
-        load_strictly(part, folder / name / "model.safetensors")
+        file = folder / name / "model.safetensors"
+        load_weights(part, read_tensors(file), file)
     return config, model.eval(), tokenizer
 
 
@@ -147,7 +144,6 @@ def _parts(model: VisionLanguageModel) -> dict[str, nn.Module]:
 
 
 def load_saved_config(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Load the settings saved with a model."""
     return load_config(find_model_folder(run_dir) / "config.yaml", overrides)
 
 

@@ -202,7 +202,6 @@ def evaluate_split(
     """Predictions and metrics of one split.
 
     Args:
-        max_images: evaluate only the first `max_images` images; None = all.
         with_loss: include the loss if any text has a target.
         skip_broken: skip missing and unreadable images; False: raise an error.
     """
@@ -249,8 +248,6 @@ def predict_texts(
     on the number of processes.
 
     Args:
-        max_images: evaluate only the first `max_images` images; None = all.
-        name: for the progress bar and error messages.
         losses: accumulates the losses of the task and of phrases.
         unreadable: collects missing and unreadable images of all processes, which are skipped and logged; None: such
             an image raises an error.
@@ -341,7 +338,6 @@ def evaluate_run(
     )
     metrics = ({str(MetricName(split, LOSS, boxes)): None} if with_loss else {}) | evaluation.metrics
     if accelerator.is_main_process:
-        path.parent.mkdir(parents=True, exist_ok=True)
         settings = [*(overrides or []), *convention]
         write_json(metrics_path, {**replace_nan(metrics), "run": str(run_dir), "settings": settings})
         evaluation.write(path, path.with_name(f"{path.stem}_unreadable.json"))
@@ -361,11 +357,7 @@ def predict_split(
     """Write the task's submission file; called on every process.
 
     Args:
-        run_dir: run directory of e2e-vl train, or a saved model folder.
-        split: any split of the run's data set, with or without labels.
-        output: the file; written by the main process.
         second_run_dir: the run for the second half of the file, for a task with `Task.second_run`.
-        overrides: `key=value` settings for both runs.
 
     Returns:
         Metrics by name (no accuracy without labels), and whether this is the main process.

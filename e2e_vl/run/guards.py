@@ -132,10 +132,6 @@ class FiniteCheck:
     def __call__(self, values: Mapping[str, float], step: int, batches: Sequence[Batch]) -> bool:
         """Whether all values are finite; False: the gradients overflowed in fp16, so the step is skipped.
 
-        Args:
-            values: the losses by name, and `grad_norm`.
-            batches: the micro-batches of this process.
-
         Raises:
             FloatingPointError: a value is NaN or infinite.
         """

@@ -195,11 +195,7 @@ def build_schedule(
 
     Update u (from 0) has the learning rate of step u; with `schedule_first`, as in the official VL-BERT code, that of
     step u + 1: the rate of the first update is not 0, and that of the last one is. `BertAdam` evaluates the schedule
-    per parameter.
-
-    Args:
-        optimizer: its groups have the peak learning rates.
-        steps_done: optimiser steps before resuming.
+    per parameter. The groups of the optimiser have the peak learning rates.
     """
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]

@@ -45,9 +45,6 @@ def track_pictures(
 
     The pictures show the first text with a target of each of the first images, the same in every evaluation. Images in
     archives are not drawn.
-
-    Args:
-        name: the name of the evaluation, such as "val, gt".
     """
     trackers = [one for one in accelerator.trackers if hasattr(one, "log_images")]
     if not trackers:
@@ -76,12 +73,7 @@ SHOWN_NAMES = 3  # parameter names in a list
 
 
 def describe_run(config: RunConfig, run: Run, accelerator: Accelerator, step: int, total_steps: int) -> str:
-    """A summary of the run, printed before training.
-
-    Args:
-        step: optimiser steps completed before resuming.
-        total_steps: optimiser steps of the whole run.
-    """
+    """A summary of the run, printed before training."""
     settings, boxes, processes = config.train, config.eval.boxes, accelerator.num_processes
     if accelerator.device.type == "cpu":
         device = f"CPU with {torch.get_num_threads()} of {os.cpu_count()} threads"
@@ -166,11 +158,7 @@ def describe_finished_run(output: Path, steps: int) -> str:
 
 
 def describe_results(summary: Mapping[str, Any], output: Path, report: Path) -> str:
-    """The table of results and the output paths, printed after training.
-
-    Args:
-        summary: the content of `metrics.json`.
-    """
+    """The table of results and the output paths, printed after training. `summary` is the content of `metrics.json`."""
     seconds, best = summary["seconds_training"], summary.get("best")
     time = f"{seconds / 60:.0f} minutes" if seconds > 100 else f"{seconds:.0f} seconds"
     lines = _titled_table(f"last model, step {summary['steps']:,}:" if best else "", summary)
@@ -192,9 +180,7 @@ def _titled_table(title: str, metrics: Mapping[str, Any]) -> list[str]:
 
 def format_results(metrics: Mapping[str, Any]) -> list[str]:
     """A table with a row per split, metric and family, and a column per box source.
-
-    Args:
-        metrics: names such as `val/accuracy_predicted_boxes/relation`; others are ignored.
+    Other names than those of metrics are ignored.
     """
     cells: dict[tuple[str, str, str], dict[str, Any]] = {}  # (split, metric, family) -> boxes -> value
     names = {name: found for name in metrics if (found := MetricName.read(name)) is not None}

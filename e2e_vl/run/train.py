@@ -384,7 +384,6 @@ class Trainer:
 
         Args:
             max_images: maximum number of images per split; None = all.
-            final: write the predictions, too.
         """
         self.stop.at_once = self.saved_step == self.step
         metrics = evaluate_splits(
@@ -419,11 +418,9 @@ class Trainer:
 
     @property
     def parts(self) -> tuple:
-        """The arguments of `save_model`."""
         return self.config, self.built.model, self.built.tokenizer
 
     def finish(self, metrics: dict[str, Any], started: float) -> dict[str, Any]:
-        """Write the final model, the metrics and the report."""
         model, best, is_main = self.built.model, self.best, self.accelerator.is_main_process
         summary = {
             **metrics,
@@ -466,28 +463,18 @@ class Trainer:
 
 @dataclasses.dataclass
 class BestModel:
-    """Tracks the best evaluation of a run. All processes have the same copy; the main process writes.
+    """Tracks the best evaluation of a run. All processes have the same copy; the main process writes."""
 
-    Attributes:
-        folder: folder of the best model.
-        metric: a metric (higher is better) or a loss (lower is better); None: nothing is tracked.
-        patience: training ends after this many evaluations in a row without a better value; None = never.
-        step, value: step and value of the best evaluation; None before the first one.
-        judged_step: step of the last evaluation.
-        waited: evaluations since the best one.
-    """
-
-    folder: Path
-    metric: str | None = None
-    patience: int | None = None
-    step: int | None = None
+    folder: Path  # of the best model
+    metric: str | None = None  # a metric (higher is better) or a loss (lower is better); None: nothing is tracked
+    patience: int | None = None  # training ends after this many evaluations in a row without a better value
+    step: int | None = None  # of the best evaluation; None before the first one
     value: float | None = None
-    judged_step: int | None = None
-    waited: int = 0
+    judged_step: int | None = None  # of the last evaluation
+    waited: int = 0  # evaluations since the best one
 
     @property
     def is_over(self) -> bool:
-        """Whether `patience` is used up."""
         return self.patience is not None and self.waited >= self.patience
 
     @property
@@ -526,11 +513,7 @@ class BestModel:
         return is_best
 
     def write(self, save: Callable[[Path], None]) -> None:
-        """Write the current model into the folder.
-
-        Args:
-            save: writes the model into the folder that it is given.
-        """
+        """Write the current model; `save` writes it into the folder that it is given."""
         with atomic_folder(self.folder) as part:
             save(part)
             write_json(part / "best.json", self.found)

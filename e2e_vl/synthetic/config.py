@@ -47,7 +47,6 @@ class SceneConfig(Settings, frozen=True):
 
     @property
     def values(self) -> dict[str, tuple[str, ...]]:
-        """The values of each attribute."""
         return {"shape": self.shapes, "colour": self.colours, "texture": self.textures, "size": SIZES}
 
 

@@ -120,48 +120,37 @@ def make_scenes(
     with FileLock(output.with_name(f".{output.name}.lock")):  # concurrent runs draw the data once
         finished = _finished_stamp(output, start)
         missing = wanted - set(finished["formats"] if finished else ())
-        return _add_formats(output, recipe, missing, start, finished, workers) if missing else finished
-
-
-def _add_formats(
-    output: Path,
-    recipe: Recipe,
-    added: set[str],
-    start: dict[str, Any],
-    finished: dict[str, Any] | None,
-    workers: int,
-) -> dict[str, Any]:
-    """Write these formats, and the images unless they are finished; return the new stamp."""
-    unfinished, images = output / _UNFINISHED, output / "images" / "train2014"
-    images.mkdir(parents=True, exist_ok=True)
-    if finished is None:
-        unfinished.write_text(json.dumps(start), encoding="utf-8")
-    else:
-        logger.info("%s lacks %s; they are added.", output, ", ".join(sorted(added)))
-    writers = {name: writer(recipe) for name, writer in WRITERS.items() if name in added}
-    make = partial(_make_scene, recipe=recipe, writers=writers, with_image=finished is None)
-    numbered = [(split, number) for split, count in recipe.scenes.items() for number in range(count)]
-    places = [
-        ScenePlace(split, number, image_id, images / f"COCO_train2014_{image_id:012d}.{recipe.image_format}")
-        for image_id, (split, number) in enumerate(numbered, start=1)
-    ]
-    scenes = []
-    annotation_id, sentence_id = 1, 0
-    for scene in _map_scenes(make, places, workers):
-        scenes.append(replace(scene, first_annotation_id=annotation_id, first_sentence_id=sentence_id))
-        annotation_id += len(scene.objects)
-        sentence_id += len(scene.references) + len(scene.without_target)
-
-    for name, writer in writers.items():
-        (output / name).mkdir(exist_ok=True)
-        own = [replace(scene, drawn=scene.drawn[name]) for scene in scenes]
-        writer.write(output / name, own)
-        write_shortcuts(output / name, own, recipe)
-    every = added.union(finished["formats"] if finished else ())
-    stamp = {**start, "formats": [name for name in WRITERS if name in every], "statistics": _statistics(scenes)}
-    unfinished.write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
-    unfinished.replace(output / STAMP)
-    return stamp
+        if not missing:
+            return finished
+        unfinished, images = output / _UNFINISHED, output / "images" / "train2014"
+        images.mkdir(parents=True, exist_ok=True)
+        if finished is None:
+            unfinished.write_text(json.dumps(start), encoding="utf-8")
+        else:
+            logger.info("%s lacks %s; they are added.", output, ", ".join(sorted(missing)))
+        writers = {name: writer(recipe) for name, writer in WRITERS.items() if name in missing}
+        make = partial(_make_scene, recipe=recipe, writers=writers, with_image=finished is None)
+        numbered = [(split, number) for split, count in recipe.scenes.items() for number in range(count)]
+        places = [
+            ScenePlace(split, number, image_id, images / f"COCO_train2014_{image_id:012d}.{image_format}")
+            for image_id, (split, number) in enumerate(numbered, start=1)
+        ]
+        drawn = []
+        annotation_id, sentence_id = 1, 0
+        for scene in _map_scenes(make, places, workers):
+            drawn.append(replace(scene, first_annotation_id=annotation_id, first_sentence_id=sentence_id))
+            annotation_id += len(scene.objects)
+            sentence_id += len(scene.references) + len(scene.without_target)
+        for name, writer in writers.items():
+            (output / name).mkdir(exist_ok=True)
+            own = [replace(scene, drawn=scene.drawn[name]) for scene in drawn]
+            writer.write(output / name, own)
+            write_shortcuts(output / name, own, recipe)
+        every = missing.union(finished["formats"] if finished else ())
+        stamp = {**start, "formats": [name for name in WRITERS if name in every], "statistics": _statistics(drawn)}
+        unfinished.write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
+        unfinished.replace(output / STAMP)
+        return stamp
 
 
 def _finished_stamp(output: Path, start: dict[str, Any]) -> dict[str, Any] | None:

@@ -41,7 +41,6 @@ class PairSentence:
     predicate: Callable[[int, int], bool]  # takes the counts in the left and the right image
 
     def is_true(self, pair: _Pair) -> bool:
-        """Whether the sentence is true of a pair of scenes."""
         appearances = [[item.appearance for item in scene.objects] for scene in pair]
         return self.predicate(*(sum(is_true_of(self.description, one) for one in own) for own in appearances))
 
@@ -104,37 +103,22 @@ def draw_set(
         rows = [row for group in groups for row in group[: PAIRS // 2]]
         rows = [rows[number] for number in rng.permutation(PAIRS)]
         drawn = [pairs[row] for row in rows]
-        chosen = [first, second, *_more_sentences(drawn, (first, second), values, rng, sentences - 2, families)]
+        chosen, waiting = [first, second], {}
+        for _ in range(_ATTEMPTS if sentences > 2 else 0):  # two in a row are never true of the same pair
+            sentence = draw_sentence(values, rng, families)
+            truths = tuple(sentence.is_true(pair) for pair in drawn)
+            known = [*chosen, *(one for own in waiting.values() for one in own)]
+            if sum(truths) != PAIRS // 2 or any(sentence.words == one.words for one in known):
+                continue
+            opposite = waiting.get(tuple(not truth for truth in truths))
+            if opposite:
+                chosen += [opposite.pop(), sentence]
+            else:
+                waiting.setdefault(truths, []).append(sentence)
+            if len(chosen) >= sentences:
+                break
         return drawn, chosen, [[sentence.is_true(pair) for sentence in chosen] for pair in drawn]
     return None
-
-
-def _more_sentences(
-    pairs: Sequence[_Pair],
-    others: Sequence[PairSentence],
-    values: Values,
-    rng: np.random.Generator,
-    number: int,
-    families: Sequence[str],
-) -> list[PairSentence]:
-    """At most `number` other sentences, each true of two pairs; two in a row are never true of the same pair."""
-    found: list[PairSentence] = []
-    words = {sentence.words for sentence in others}
-    waiting: dict[tuple[bool, ...], list[PairSentence]] = {}
-    for _ in range(_ATTEMPTS if number else 0):
-        sentence = draw_sentence(values, rng, families)
-        labels = tuple(sentence.is_true(pair) for pair in pairs)
-        if sentence.words in words or sum(labels) != PAIRS // 2:
-            continue
-        words.add(sentence.words)
-        opposite = waiting.get(tuple(not label for label in labels))
-        if opposite:
-            found += [opposite.pop(), sentence]
-        else:
-            waiting.setdefault(labels, []).append(sentence)
-        if len(found) >= number:
-            break
-    return found
 
 
 def draw_sets(split: str, scenes: Sequence[SceneRecord], recipe: Recipe) -> Iterator[tuple[int, _Set]]:

@@ -51,7 +51,6 @@ class SceneObject:
 
     @property
     def area(self) -> int:
-        """Number of visible pixels."""
         return int(np.count_nonzero(self.visible))
 
     @property

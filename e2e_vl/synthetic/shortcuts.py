@@ -43,8 +43,6 @@ def best_shortcuts(root: Path, data: str, split: str) -> dict[str, float]:
     """The best rule of all examples and of each family, "best_shortcut/<rule>" -> accuracy; empty if not drawn.
 
     Args:
-        root: folder of the data.
-        data: name of the data set.
         split: name of the split, perhaps with an ending, as in GQA's "val_balanced".
     """
     path = root / _FOLDERS.get(data, data) / FILE

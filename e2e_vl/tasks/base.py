@@ -20,10 +20,9 @@ from detector.structures import Detector
 from e2e_vl.drawing import draw_boxes
 from e2e_vl.examples import Preprocessor
 from e2e_vl.predictions import ONLY_PHRASES, Box, PhrasesOnly, Prediction, Ranked
-from e2e_vl.region_masking import RegionMasking
 from e2e_vl.samples import DatasetInfo, Question, Sample
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
-from e2e_vl.tasks.config import NewLayers
+from e2e_vl.tasks.config import NewLayers, PretrainingConfig
 from e2e_vl.text import TextTokenizer
 
 # The layers of task heads, and their initialisation
@@ -153,12 +152,10 @@ class HeadInit:
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """The names that are read from the other head."""
         return (*self.copies, *(self.difference or ())[:1], *(self.answer_rows or ())[:1])
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """All names in this head."""
         return (
             *(*self.copies.values(), *(self.difference or ())[1:], *(self.answer_rows or ())[1:], *self.random),
             *(self.otherwise.parts if self.otherwise is not None else ()),
@@ -177,9 +174,7 @@ def phrase_boxes(prediction: Prediction, first: int = 0) -> tuple[list[Box], lis
 
     Unsure phrases, which match several regions about equally well, are omitted. If the answer is wrong, all but the
     first are shown, because they may explain it (the landmark of a relation). Labels of wrong phrases end with "?".
-
-    Args:
-        first: index of the first phrase to show.
+    `first` is the first phrase to show.
     """
     boxes, labels, unsure = [], [], []
     for number, one in enumerate(prediction.grounded):
@@ -221,7 +216,8 @@ class Task(nn.Module, abc.ABC):
     # the following may be properties that depend on the config
     needs: tuple[Ability, ...] = ()  # abilities that the encoder must have
     answers: Sequence[str] = ()  # the answer vocabulary, which is saved with the model
-    region_masking: RegionMasking | None = None  # how regions are masked; None: no masking
+    region_masking: PretrainingConfig | None = None  # how regions are masked and truncated; None: not at all
+    masks_regions: bool = False  # masked regions are predicted
     reads_attention: bool = False  # predictions need the encoder's attention maps
     mask_size: int | None = None  # size of the instance masks on the RoI maps; None: no masks
     mask_at: str = "corners"  # where mask cells are sampled: at their "corners" or "centres"

@@ -183,7 +183,6 @@ class DetectionTask(Task):
         return DetectionPreprocessor(text_tokenizer)
 
     def check_data(self, info: DatasetInfo, detector: Detector) -> None:
-        """Store the category names."""
         truth = next(iter(info.truths()), None)
         if isinstance(truth, Categories) and info.class_names is not None:
             self.category_names = dict(zip(truth.ids, info.class_names, strict=True))
@@ -195,7 +194,6 @@ class DetectionTask(Task):
         return TaskOutput(losses={}, logits=text_regions.features.new_zeros(len(batch), 0))
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[DetectionPrediction]:
-        """The detections of each image."""
         regions, category_ids = output.regions, batch.targets.category_ids
         predictions = []
         for row, image in enumerate(batch.image_index[:, 0].tolist()):
@@ -242,7 +240,6 @@ class DetectionTask(Task):
         return shown, found
 
     def metrics(self, predictions: list[DetectionPrediction]) -> dict[str, float | None]:
-        """COCO average precision, see `coco_metrics`."""
         return coco_metrics([msgspec.to_builtins(prediction) for prediction in predictions])
 
     def draw(self, prediction: DetectionPrediction) -> np.ndarray:
@@ -262,7 +259,6 @@ class DetectionTask(Task):
         return draw_boxes(load_image(prediction.file_name, "RGB"), boxes, labels=labels, colours=colours)
 
     def describe(self, prediction: DetectionPrediction) -> PredictionSummary:
-        """The number of objects found and of wrong boxes."""
         shown, found = self._matches(prediction)
         total = sum(not entry.is_crowd for entry in prediction.objects)
         answer = f"objects found: {len(found)} of {total}, wrong boxes: {len(shown) - len(found)}"

@@ -185,7 +185,6 @@ class Flickr30KTask(Task):
         return None if ranks is None else sum(rank == 0 for rank in ranks) / len(ranks)
 
     def answer_lines(self, prediction: Flickr30KPrediction) -> list[str]:
-        """The box of each phrase, in order."""
         rows = zip(prediction.phrases, prediction.boxes, prediction.scores, strict=True)
         return [
             f"{phrase}: {_box_or_nothing(box)}" + ("" if box is None else f" ({score:.3f})")

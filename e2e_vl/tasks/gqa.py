@@ -28,10 +28,6 @@ def attention_to_regions(
 
     Attention is taken from the last layer in which text attends to regions, at the position of the summary ([CLS] if
     the summary is the pooled vector), and averaged over the heads.
-
-    Args:
-        encoded: must have attention maps.
-        attention_mask: mask of the regions, False at padding.
     """
     length = texts.input_ids.shape[1]
     rows = torch.arange(len(texts), device=attention_mask.device)
@@ -112,7 +108,6 @@ class GQATask(AnswerTask):
         ]
 
     def correctness(self, prediction: GQAPrediction) -> float | None:
-        """1 if the answer equals the annotated one exactly; None if it is unknown."""
         return None if prediction.right_answer is None else float(prediction.is_hit)
 
     def describe(self, prediction: GQAPrediction) -> PredictionSummary:

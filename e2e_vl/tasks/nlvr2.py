@@ -53,7 +53,6 @@ class NLVR2Prediction(Prediction, kw_only=True):
 
 
 def group_of(identifier: str) -> str:
-    """The identifier without its pair."""
     split, number, _, sentence = identifier.split("-")
     return f"{split}-{number}-{sentence}"
 
@@ -99,10 +98,8 @@ def nlvr2_metrics(predictions: Sequence[NLVR2Prediction]) -> dict[str, float]:
     return metrics
 
 
-def write_submission(path: str | Path, predictions: Sequence[NLVR2Prediction]) -> None:
+def write_submission(path: Path, predictions: Sequence[NLVR2Prediction]) -> None:
     """Write predictions in the official script's format: identifier,True or identifier,False without a header."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, "".join(f"{one.identifier},{one.prediction}\n" for one in predictions))
 
 
@@ -179,7 +176,6 @@ class NLVR2Task(Task):
         return TaskOutput(losses=losses, logits=logits)
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[NLVR2Prediction]:
-        """The more probable label with its probability."""
         logits = output.task.logits
         best, shares = logits.argmax(dim=1).tolist(), logits.softmax(dim=1).tolist()
         return [
@@ -188,7 +184,6 @@ class NLVR2Task(Task):
         ]
 
     def correctness(self, prediction: NLVR2Prediction) -> float | None:
-        """1 if the prediction equals the label; None if it is unknown."""
         return None if prediction.label is None else float(prediction.prediction == prediction.label)
 
     def ranked(self, prediction: NLVR2Prediction) -> Ranked:

@@ -98,7 +98,6 @@ def overlapping(text_regions: TextRegions, text: Int64[Tensor, " P"], boxes: Rag
     """Regions whose IoU with any box of the phrase is at least 0.5.
 
     Args:
-        text: text index of each phrase.
         boxes: the boxes of each phrase, xyxy in pixels of the resized image.
     """
     phrase = boxes.owner  # phrase index of each box
@@ -157,9 +156,7 @@ def predicted_spans(tags: Float[Tensor, "M L 3"], phrases: PhraseBatch) -> list[
 
 def word_level_tags(tags: Float[Tensor, "M L 3"], continues: Bool[Tensor, "M L"]) -> Int64[Tensor, "M L"]:
     """The most probable tags that are consistent within words.
-
-    Args:
-        continues: whether a wordpiece continues the word of the previous one.
+    `continues`: a wordpiece of the word of the previous one.
     """
     each = tags.log_softmax(dim=2)
     # only the first wordpiece of a word can begin a phrase

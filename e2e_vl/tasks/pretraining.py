@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 from detector.errors import UserError
 from detector.structures import Detector
 from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, by_name
-from e2e_vl.region_masking import RegionMasking
 from e2e_vl.samples import ChoiceText, CorrectChoice, DatasetInfo, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.tasks.base import HeadInit, PredictionSummary, Sizes, Task, Transform, init_head
@@ -152,7 +151,8 @@ class PretrainingTask(Task):
 
     def __init__(self, sizes: Sizes, config: PretrainingConfig, objectives: Mapping[str, Objective]):
         super().__init__()
-        self.config = config
+        self.config = self.region_masking = config
+        self.masks_regions = any(objective.predicts_regions for objective in objectives.values())
         if config.word_start == "bias":
             self.starts_from = dataclasses.replace(type(self).starts_from, copies={WORD_BIAS: WORD_BIAS})
         self.mask_size, self.mask_at = config.mask_size, config.mask_at
@@ -176,29 +176,12 @@ class PretrainingTask(Task):
 
     @property
     def answers(self) -> Sequence[str]:
-        """The answer vocabulary of the objective that has one."""
         return next((objective.answers for objective in self.objectives.values() if objective.answers), ())
-
-    @property
-    def region_masking(self) -> RegionMasking:
-        config = self.config
-        return RegionMasking(
-            enabled=any(objective.predicts_regions for objective in self.objectives.values()),
-            probability=config.region_probability,
-            mask_probability=config.mask_probability,
-            replace_probability=config.replace_probability,
-            pixels=config.mask_pixels,
-            colour=config.masked_pixels,
-            teacher=config.teacher,
-            background_first=not config.has_background_last,
-            max_detected_regions=config.max_detected_regions,
-            max_length=config.max_length,
-        )
 
     @property
     def needs(self) -> tuple[Ability, ...]:
         needs = [ability for objective in self.objectives.values() for ability in objective.needs]
-        if self.region_masking.enabled and not self.config.mask_pixels:
+        if self.masks_regions and not self.config.mask_pixels:
             needs.append(Ability.MASKED_FEATURES)
         return tuple(dict.fromkeys(needs))
 
@@ -210,9 +193,8 @@ class PretrainingTask(Task):
         return PretrainingPreprocessor(text_tokenizer, parts, self.config.cut_pairs, choices, drawn)
 
     def question(self, question: Question) -> Sample:
-        """A user's text with masked words or regions, as a sample."""
         masks_boxes = question.boxes_to_mask is not None and len(question.boxes_to_mask) > 0
-        can_mask = self.region_masking.enabled
+        can_mask = self.masks_regions
         if (masks_boxes and not can_mask) or not (masks_boxes or MASK in question.text):
             boxes = ", or mask boxes" if can_mask else "; it was pre-trained without masked regions, so mask no boxes"
             raise UserError(f"This run predicts masked words: write {MASK} in the text{boxes}.")
@@ -223,11 +205,11 @@ class PretrainingTask(Task):
         if tokenizer is not None:
             self.wordpieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
         for objective in self.objectives.values():
-            objective.check(None, detector, self.region_masking)
+            objective.check(None, detector, self.config)
 
     def check_data(self, info: DatasetInfo, detector: Detector) -> None:
         for objective in self.objectives.values():
-            objective.check(info, detector, self.region_masking)
+            objective.check(info, detector, self.config)
 
     def forward(self, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         """Compute the weighted losses of all objectives.
@@ -250,11 +232,10 @@ class PretrainingTask(Task):
         )
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[PretrainingPrediction]:
-        """The counts and predictions of each objective, for each text."""
         found = [{name: ObjectiveCounts(0, 0, []) for name in self.objectives} for _ in range(len(batch))]
         for name, objective in self.objectives.items():
             items: ObjectiveOutput = output.task.details[name]
-            names = objective.class_names(output, self.wordpieces, self.region_masking)
+            names = objective.class_names(output, self.wordpieces, self.config)
             texts = items.text.tolist()
             for text, is_correct in zip(texts, items.is_correct.tolist(), strict=True):
                 found[text][name].count += 1
@@ -270,7 +251,7 @@ class PretrainingTask(Task):
         """The prediction for a batch of one text: words for each [MASK], classes of masked regions."""
         answers: dict[str, Any] = {}
         for name, objective in self.objectives.items():
-            names = objective.class_names(output, self.wordpieces, self.region_masking)
+            names = objective.class_names(output, self.wordpieces, self.config)
             answers |= objective.answer(output, output.task.parts[name], names)
         return [self.prediction(output.batch.records[0], **answers)]
 
@@ -307,7 +288,6 @@ class PretrainingTask(Task):
         )
 
     def metrics(self, predictions: list[PretrainingPrediction]) -> dict[str, float]:
-        """The accuracy of each objective over its items."""
         scores = {}
         for name in self.objectives:
             total = sum(one.objectives[name].count for one in predictions)

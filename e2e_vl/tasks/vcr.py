@@ -76,11 +76,6 @@ class VCRPrediction(Prediction, kw_only=True):
     def box_names(self) -> list[str]:
         return [name for name, _ in self.named_boxes]
 
-    @property
-    def ranked(self) -> Ranked:
-        """The choices with their probabilities, best first."""
-        return tuple(sorted(zip(self.choices, self.probabilities, strict=True), key=lambda pair: -pair[1]))
-
 
 class Submission(NamedTuple):
     """The contents of the leaderboard file."""
@@ -90,17 +85,12 @@ class Submission(NamedTuple):
     rationales: np.ndarray  # float64 [U, 4, 4]: scores of rationales (last axis) for each given answer
 
 
-def write_submission(
-    path: str | Path, answers_run: Sequence[VCRPrediction], rationales_run: Sequence[VCRPrediction]
-) -> None:
-    """Write the leaderboard file from a Q->A run and a QA->R run, see `join_predictions`."""
-    write_leaderboard(path, join_predictions(answers_run, rationales_run))
+def write_submission(path: Path, answers_run: Sequence[VCRPrediction], rationales_run: Sequence[VCRPrediction]) -> None:
+    """Write the leaderboard file of a Q->A run and a QA->R run, see `join_predictions`.
 
-
-def write_leaderboard(path: str | Path, submission: Submission) -> None:
-    """Write the leaderboard file: a header, and a row of 21 columns per question with scores in full precision."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    It has a header, and a row of 21 columns per question with scores in full precision.
+    """
+    submission = join_predictions(answers_run, rationales_run)
     with atomic_file(path) as part, part.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
@@ -191,7 +181,6 @@ def name_objects_by_mention(
     people may share a name (R2C's code, which VisualBERT uses).
 
     Args:
-        objects: class of each object.
         named: names of objects that earlier sentences mention, by index.
     """
     result = dict(named)
@@ -229,10 +218,7 @@ def encode_sentence(
     """Split every word into wordpieces; the pieces of an object's name have the row of its box.
 
     Args:
-        names: name of each object.
-        rows: candidate box of each object.
         join_word: word between several objects; None leaves it out (R2C).
-        first_word: index of the sentence's first word.
     """
     pieces = []
     for number, (word, named) in enumerate(sentence_words(sentence, names, join_word), start=first_word):
@@ -321,8 +307,6 @@ def choice_phrases(
     """The phrases of a front and its choice: the names of objects, with the objects' boxes.
 
     Args:
-        encoding: encoding of front and choice together.
-        texts: the wordpieces of front and choice after truncation.
         words: the words of front and choice, indexed by `Piece.word`; they are joined by spaces.
         boxes: xyxy in pixels of the resized image, indexed by `Piece.row`; None: names are not phrases.
 
@@ -543,7 +527,6 @@ class VCRTask(Task):
 
     @classmethod
     def extra_words(cls, config: VCRConfig) -> Iterable[str]:
-        """The names of people, and the word that joins names."""
         return (*config.people_names, config.join_word or "")
 
     def preprocessor(self, text_tokenizer: TextTokenizer) -> VCRPreprocessor:
@@ -639,7 +622,6 @@ class VCRTask(Task):
         ]
 
     def correctness(self, prediction: VCRPrediction) -> float | None:
-        """1 if the choice is right, else 0; None if the label is unknown (test split)."""
         return None if prediction.label is None else float(prediction.choice == prediction.label)
 
     def metrics(self, predictions: list[VCRPrediction]) -> dict[str, float]:
@@ -656,7 +638,6 @@ class VCRTask(Task):
         return {name: sum(values) / len(values) for name, values in sorted(scores.items())}
 
     def draw(self, prediction: VCRPrediction) -> np.ndarray:
-        """The candidate objects with their names."""
         names, boxes = zip(*prediction.named_boxes, strict=True) if prediction.named_boxes else ((), ())
         return draw_boxes(load_image(prediction.file_name, "RGB"), boxes, names)
 
@@ -674,8 +655,8 @@ class VCRTask(Task):
         )
 
     def joint_metrics(self, predictions: list[VCRPrediction], second: list[VCRPrediction]) -> dict[str, float]:
-        """ "Q->A", "QA->R" and "Q->AR"; empty without labels."""
         return {} if any(one.label is None for one in predictions) else joint_metrics(predictions, second)
 
     def ranked(self, prediction: VCRPrediction) -> Ranked:
-        return prediction.ranked
+        pairs = zip(prediction.choices, prediction.probabilities, strict=True)
+        return tuple(sorted(pairs, key=lambda pair: -pair[1]))

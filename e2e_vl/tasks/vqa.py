@@ -81,7 +81,6 @@ class VQATask(AnswerTask):
         return line if line == UNKNOWN else strip_punctuation(line)
 
     def correctness(self, prediction: VQAPrediction) -> float | None:
-        """The official accuracy of one prediction, 0 to 1; None if the answers are unknown."""
         return prediction.accuracy
 
     def describe(self, prediction: VQAPrediction) -> PredictionSummary:

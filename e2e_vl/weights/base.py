@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
 
 from detector.errors import UserError
-from detector.io import atomic_file, atomic_files
+from detector.io import atomic_files
 from e2e_vl.model import VisionLanguageModel
 
 PRETRAINING = "pretraining"  # name of the task
@@ -44,7 +44,6 @@ class ModelWeights:
 
     @classmethod
     def of_model(cls, model: VisionLanguageModel, task_name: str) -> ModelWeights:
-        """The state dicts of a model's parts."""
         return cls(*(dict(part.state_dict()) for part in (model.detector, model.encoder, model.task)), task_name)
 
 
@@ -143,24 +142,12 @@ def check_task(task_name: str | None, choices: Sequence[str], model: str) -> Non
         )
 
 
-def save_for_torch(state: Mapping[str, Tensor], path: Path, key: str = "") -> None:
-    """Write a file with `torch.save`, atomically; the weights are its content, or under a key."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    state = move_to_cpu(state)
-    with atomic_file(path) as part, part.open("wb") as file:
-        torch.save({key: state} if key else state, file)
-
-
 def save_as_transformers(state: Mapping[str, Tensor], config: PreTrainedConfig, path: Path) -> None:
     """Write the weights and, in the same folder, transformers' `config.json`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_files(path.parent, "config.json") as part:
-        save_file(move_to_cpu(state), part / path.name, metadata={"format": "pt"})
+        plain = {name: value.detach().cpu().contiguous() for name, value in state.items()}
+        save_file(plain, part / path.name, metadata={"format": "pt"})
         config.save_pretrained(part)
-
-
-def move_to_cpu(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach().cpu().contiguous() for name, value in state.items()}
 
 
 def shared_fields(config: PreTrainedConfig, other: type[PreTrainedConfig], *omitted: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.models.lxmert.configuration_lxmert import LxmertConfig
 
+from detector.checkpoint import save_weights
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.weights.base import (
     PRETRAINING,
@@ -35,7 +36,6 @@ from e2e_vl.weights.base import (
     check_task,
     rename_head,
     save_as_transformers,
-    save_for_torch,
     shared_fields,
     split_weights,
 )
@@ -90,7 +90,6 @@ class OfficialLxmert(WeightAdapter):
         return any(name.removeprefix("module.").startswith(starts) for name in tensors)
 
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
-        """Convert a state dict of the official code or of transformers."""
         plain = {
             name.removeprefix("module.").removeprefix(FINE_TUNED).removeprefix("module."): value
             for name, value in tensors.items()
@@ -122,7 +121,7 @@ class OfficialLxmert(WeightAdapter):
         check_task(task_name, list(OFFICIAL_HEADS), "LXMERT")
         check_settings(model.encoder.config.to_dict(), OFFICIAL_CONFIG, path)
         parts = ModelWeights.of_model(model, task_name)
-        save_for_torch(to_official(parts), path)
+        save_weights(to_official(parts), path, key="")
         _, left_out = rename_head(parts.task, OFFICIAL_HEADS[task_name])
         return left_out + [f"detector.{name}" for name in parts.detector]
 

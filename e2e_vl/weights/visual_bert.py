@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.visual_bert.configuration_visual_bert import VisualBertConfig
 
+from detector.checkpoint import save_weights
 from detector.r2c import R2CNetwork
 from detector.weight_names import REGION_NETWORK, from_visual_bert, to_visual_bert_name
 from e2e_vl.encoders.visual_bert import VisualBertEncoder
@@ -38,7 +39,6 @@ from e2e_vl.weights.base import (
     rename_head,
     replace_module,
     save_as_transformers,
-    save_for_torch,
     shared_fields,
     split_weights,
 )
@@ -139,7 +139,7 @@ class OfficialVisualBert(WeightAdapter):
         if isinstance(model.detector, R2CNetwork):
             check_settings(model.detector.config.to_flat(), OFFICIAL_NETWORK, path)
         state, left_out = to_official(ModelWeights.of_model(model, task_name))
-        save_for_torch(state, path)
+        save_weights(state, path, key="")
         return left_out
 
 

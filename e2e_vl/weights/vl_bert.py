@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from detector.checkpoint import save_weights
 from detector.config import DetectorConfig
 from detector.structures import PrecomputedDetector
 from detector.weight_names import VL_BERT, from_vl_bert, to_vl_bert
@@ -32,7 +33,6 @@ from e2e_vl.weights.base import (
     invert,
     rename_head,
     replace_module,
-    save_for_torch,
     split_weights,
 )
 
@@ -169,7 +169,7 @@ class OfficialVLBert(WeightAdapter):
         if REGION_CLASSES[0] in parts.task and model.task.config.has_background_last:
             parts.task.update({name: parts.task[name].roll(1, dims=0) for name in REGION_CLASSES})
         official, left_out = to_official(parts)
-        save_for_torch(official, path, "state_dict")
+        save_weights(official, path, "state_dict")
         return left_out
 
 

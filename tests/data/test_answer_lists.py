@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from e2e_vl.data.answer_lists import read_answers, write_answers
+from detector.io import write_json
+from e2e_vl.data.answer_lists import read_answers
 from tests.data.helpers import refused
 
 
@@ -22,7 +23,7 @@ def test_answers_of_every_format(tmp_path):
     assert read_answers(tmp_path / "all_ans.json") == ["a", "b", "c"]
     assert read_answers(tmp_path / "all_ans.json", ["vqa"]) == ["a", "c"]
     answers = ["", "yes", "café", "yes"]  # a task spells the lines of a text file, so that two of them may become one
-    write_answers(tmp_path / "new" / "answers.json", answers)
+    write_json(tmp_path / "new" / "answers.json", answers)
     assert read_answers(tmp_path / "new" / "answers.json") == answers
 
 

@@ -14,7 +14,6 @@ from detector.boxes import (
     check_boxes,
     match,
     max_conf,
-    nms_of_all_images,
     nms_per_image,
     pairwise_iou,
     rescale_detections,
@@ -139,12 +138,10 @@ def test_nms_of_all_images_at_once_keeps_what_one_after_the_other_keeps(has_unus
     if has_unusable:
         boxes[~is_usable] = torch.nan
     sizes = [(60, 60), (60, 50), (50, 60)]
-    kept = nms_per_image(
-        *(boxes, scores, image, group), sizes=sizes, num_groups=4, threshold=0.4, limit=400, is_usable=is_usable
-    )
-    rows, counts = nms_of_all_images(boxes, scores, image, group, sizes, 4, 0.4, is_usable)
-    assert [part.tolist() for part in rows.split(counts)[:-1]] == [part.tolist() for part in kept]
-    assert 100 < sum(map(len, kept)) < 300 and sum(counts[:-1]) == sum(map(len, kept))
+    options = {"sizes": sizes, "num_groups": 4, "threshold": 0.4, "limit": 400, "is_usable": is_usable}
+    kept, joint = (nms_per_image(boxes, scores, image, group, **options, jointly=one) for one in (False, True))
+    assert [part.tolist() for part in joint] == [part.tolist() for part in kept]
+    assert 100 < sum(map(len, kept)) < 300
 
 
 SCORES = torch.tensor([0.1, 0.9, 0.5, 0.49, 0.7])

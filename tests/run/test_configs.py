@@ -111,7 +111,7 @@ def test_the_model_of_a_run_can_be_built_and_missing_data_are_named(path, tmp_pa
             truths=lambda: [CorrectAnswer("yes"), CorrectChoice(1), HumanAnswers(("yes",))],
         )
         task.check_data(dataset, model.detector)
-    has_teacher = is_pretraining and task.config.teacher == "frozen" and task.region_masking.enabled
+    has_teacher = is_pretraining and task.config.teacher == "frozen" and task.masks_regions
     assert (model.teacher is not None) == has_teacher
 
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red"]))

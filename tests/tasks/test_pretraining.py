@@ -14,7 +14,6 @@ from detector.structures import ImageBatch
 from e2e_vl.config import load_config
 from e2e_vl.examples import Targets, TextExample
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.region_masking import RegionMasking
 from e2e_vl.run.build import build_objectives, build_task
 from e2e_vl.samples import AnnotatedObjects, PhraseBoxes, Question, SampleText
 from e2e_vl.structures import Ability, Batch, TextBatch
@@ -102,12 +101,8 @@ def test_an_encoder_needs_what_the_objectives_read():
     assert needs == (Ability.WORD_EMBEDDINGS, Ability.MASKED_REGIONS, Ability.MASKED_FEATURES)
 
 
-def test_region_masking_follows_the_settings():
-    assert make_task("masked_regions").region_masking == RegionMasking()  # both have the official defaults
-    changed = make_task("masked_regions", teacher="file", masked_pixels="black", max_length=None).region_masking
-    assert changed == RegionMasking(teacher="file", colour="black", max_length=None, background_first=True)
-    changed = make_task("masked_words", mask_pixels=False, background="first").region_masking
-    assert changed == RegionMasking(enabled=False, pixels=False, background_first=True)
+def test_only_objectives_on_regions_mask_them():
+    assert make_task("masked_regions").masks_regions and not make_task("masked_words").masks_regions
 
 
 CORNER = [[6.0, 6.0, 40.0, 40.0]]

@@ -94,7 +94,6 @@ def compare(
     """The metrics of all variants.
 
     Args:
-        jobs: finished runs.
         metrics: names of metrics; None: all accuracies over all texts of the first split.
     """
     results = {name: [job.metrics for job in variant_jobs] for name, variant_jobs in jobs.items()}
@@ -149,7 +148,6 @@ class Job:
 
     @property
     def all_overrides(self) -> list[str]:
-        """All settings that override the file."""
         return [*self.overrides, f"output={self.run}"]
 
     @property
@@ -159,11 +157,7 @@ class Job:
         return read_json(path, dict[str, Any]) if path.is_file() else None
 
     def command(self, launch: str) -> list[str]:
-        """The command that starts the run, or resumes it after an interruption.
-
-        Args:
-            launch: launcher of tools/train.py, such as "python" or "accelerate launch --num_processes 4".
-        """
+        """The command that starts the run, or resumes it after an interruption."""
         resume = ["--resume"] if self.run.is_dir() else []
         return [*shlex.split(launch), str(TRAIN), "--config", str(self.config), *resume, *self.all_overrides]
 
@@ -254,7 +248,6 @@ def made_by(tool: str, argv: Sequence[str] | None) -> str:
 
 
 def mean_and_std(values: Sequence[float]) -> dict[str, float | None]:
-    """The mean, and the standard deviation of several values."""
     return {"mean": statistics.mean(values), "std": statistics.stdev(values) if len(values) > 1 else None}
 
 
@@ -264,7 +257,6 @@ def format_mean(entry: Mapping[str, Any], form: str, scale: float = 1) -> str:
 
 
 def markdown_table(columns: Sequence[str], rows: Mapping[str, Iterable[str]]) -> list[str]:
-    """The lines of a table; each row begins with its name."""
     lines = [f"| | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns)]
     return [*lines, *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items())]
 

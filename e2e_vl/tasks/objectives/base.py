@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from detector.structures import Detector, Loss
 from e2e_vl.examples import Targets
 from e2e_vl.predictions import Prediction, Ranked
-from e2e_vl.region_masking import RegionMasking
 from e2e_vl.samples import DatasetInfo, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions
 from e2e_vl.tasks.base import Sizes, Transform, init_head
-from e2e_vl.tasks.config import ObjectiveConfig
+from e2e_vl.tasks.config import ObjectiveConfig, PretrainingConfig
 from e2e_vl.text import TextEncoding, TextTokenizer
 
 MASK = "[MASK]"  # a masked wordpiece in a text
@@ -60,9 +59,7 @@ class ObjectivePreprocessor:
         """Replace the words of the text, or add a second text.
 
         An objective that adds a second text and reads the summary needs `Ability.SUMMARY_OF_PAIR`.
-
-        Args:
-            index: index of the text among all texts of the data set.
+        `index` is that of the text in the data set.
         """
 
     def mask(self, draft: TextDraft, generator: np.random.Generator) -> None:
@@ -172,11 +169,9 @@ class Objective(nn.Module, abc.ABC):
         """The text preprocessor, which runs in data workers; by default it does nothing."""
         return ObjectivePreprocessor(text_tokenizer)
 
-    def check(self, info: DatasetInfo | None, detector: Detector, masking: RegionMasking) -> None:
+    def check(self, info: DatasetInfo | None, detector: Detector, masking: PretrainingConfig) -> None:
         """Raise a UserError if data, detector or region masking do not fit the objective; does nothing by default.
-
-        Args:
-            info: the training data; None: no data, as in prediction.
+        `info` is None in prediction.
         """
 
     @abc.abstractmethod
@@ -186,23 +181,15 @@ class Objective(nn.Module, abc.ABC):
         """The weighted loss over all labelled items of the batch, and the predictions."""
 
     def class_names(
-        self, output: ModelOutput, wordpieces: Sequence[str], masking: RegionMasking
+        self, output: ModelOutput, wordpieces: Sequence[str], masking: PretrainingConfig
     ) -> Sequence[str] | None:
         """Names of the predicted classes, for reports and answers; None: they have no names.
-
-        Args:
-            wordpieces: the vocabulary, in the order of wordpiece ids.
-            masking: gives the position of the background among the region classes.
+        `masking` gives the place of the background.
         """
         return None
 
     def answer(self, output: ModelOutput, logits: Tensor, names: Sequence[str] | None) -> dict[str, Any]:
-        """Fields of the `PretrainingPrediction` for a user's text.
-
-        Args:
-            logits: logits of this objective.
-            names: see `class_names`.
-        """
+        """Fields of the `PretrainingPrediction` for a user's text."""
         return {}
 
     def answer_lines(self, prediction: PretrainingPrediction) -> list[str]:

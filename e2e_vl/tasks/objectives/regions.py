@@ -17,11 +17,16 @@ from detector.errors import UserError
 from detector.structures import Detector, Loss
 from e2e_vl.examples import Targets
 from e2e_vl.predictions import MaskedRegion
-from e2e_vl.region_masking import RegionMasking
 from e2e_vl.samples import DatasetInfo
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, RegionLabels, TextRegions, at_least_float32
 from e2e_vl.tasks.base import Transform, init_head
-from e2e_vl.tasks.config import AttributeLabelsConfig, MaskedRegionsConfig, ObjectLabelsConfig, RegionFeaturesConfig
+from e2e_vl.tasks.config import (
+    AttributeLabelsConfig,
+    MaskedRegionsConfig,
+    ObjectLabelsConfig,
+    PretrainingConfig,
+    RegionFeaturesConfig,
+)
 from e2e_vl.tasks.objectives.base import (
     MLMHead,
     Objective,
@@ -53,11 +58,10 @@ class MaskedRegions(Objective):
         self.output = nn.Linear(sizes.hidden_size, config.classes)
         init_head((self.transform["dense"], self.output), "normal")
 
-    def check(self, info: DatasetInfo | None, detector: Detector, masking: RegionMasking) -> None:
+    def check(self, info: DatasetInfo | None, detector: Detector, masking: PretrainingConfig) -> None:
         _check_classes(self.config, detector, masking, detector.num_classes + 1, "classes and the background")
 
     def classify(self, states: Float[Tensor, "*shape E"]) -> Float[Tensor, "*shape C"]:
-        """Logits of the region classes."""
         return at_least_float32(self.output(self.transform(states)))
 
     def forward(
@@ -84,12 +88,12 @@ class MaskedRegions(Objective):
             losses = -(probabilities.to(logits.dtype) * logits.log_softmax(dim=1)).sum(dim=1)
         return classified(self.config.weight, index, logits, best, losses)
 
-    def class_names(self, output: ModelOutput, wordpieces: Sequence[str], masking: RegionMasking) -> Sequence[str]:
+    def class_names(self, output: ModelOutput, wordpieces: Sequence[str], masking: PretrainingConfig) -> Sequence[str]:
         """C names; without known names, the classes are numbered from 0."""
         names, count = output.class_names, self.config.classes - 1
         if names is None or len(names) != count or masking.teacher == "file":
             names = [f"class {row}" for row in range(count)]
-        return ["background", *names] if masking.background_first else [*names, "background"]
+        return ["background", *names] if not masking.has_background_last else [*names, "background"]
 
     def answer(self, output: ModelOutput, logits: Tensor, names: Sequence[str]) -> dict[str, Any]:
         """`masked_regions`, see `MaskedRegion`."""
@@ -118,7 +122,11 @@ class MaskedRegions(Objective):
 
 
 def _check_classes(
-    config: MaskedRegionsConfig | ObjectLabelsConfig, detector: Detector, masking: RegionMasking, number: int, what: str
+    config: MaskedRegionsConfig | ObjectLabelsConfig,
+    detector: Detector,
+    masking: PretrainingConfig,
+    number: int,
+    what: str,
 ) -> None:
     """Raise a UserError if a detector labels the regions with another number of classes than the objective has."""
     if masking.teacher != "file" and number != config.classes:
@@ -148,7 +156,7 @@ class ObjectLabels(Objective):
         self.output = nn.Linear(sizes.hidden_size, config.classes)
         init_head([self.output], "normal")
 
-    def check(self, info: DatasetInfo | None, detector: Detector, masking: RegionMasking) -> None:
+    def check(self, info: DatasetInfo | None, detector: Detector, masking: PretrainingConfig) -> None:
         _check_classes(self.config, detector, masking, detector.num_classes, "classes")
 
     def found(self, labels: RegionLabels) -> tuple[list[Tensor] | None, list[Tensor] | None]:
@@ -190,7 +198,7 @@ class AttributeLabels(ObjectLabels):
     kind: ClassVar[str] = "attributes"
     config: AttributeLabelsConfig
 
-    def check(self, info: DatasetInfo | None, detector: Detector, masking: RegionMasking) -> None:
+    def check(self, info: DatasetInfo | None, detector: Detector, masking: PretrainingConfig) -> None:
         """Do not check the number of attributes, because it is not part of the detector's interface."""
 
     def found(self, labels: RegionLabels) -> tuple[list[Tensor] | None, list[Tensor] | None]:

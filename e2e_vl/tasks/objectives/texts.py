@@ -17,11 +17,10 @@ from detector.errors import UserError
 from detector.structures import Detector
 from e2e_vl.examples import Targets, stacked
 from e2e_vl.metrics.vqa import soft_scores
-from e2e_vl.region_masking import RegionMasking
 from e2e_vl.samples import ChoiceText, CorrectAnswer, CorrectChoice, DatasetInfo, HumanAnswers, ScoredAnswers
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import Head, Transform, init_head
-from e2e_vl.tasks.config import ImageQAConfig, RelationshipConfig
+from e2e_vl.tasks.config import ImageQAConfig, PretrainingConfig, RelationshipConfig
 from e2e_vl.tasks.objectives.base import (
     NO_LABEL,
     MLMHead,
@@ -101,7 +100,7 @@ class Relationship(Objective):
     def preprocessor(self, text_tokenizer: TextTokenizer) -> CaptionReplacement:
         return CaptionReplacement(text_tokenizer, self.config)
 
-    def check(self, info: DatasetInfo | None, detector: Detector, masking: RegionMasking) -> None:
+    def check(self, info: DatasetInfo | None, detector: Detector, masking: PretrainingConfig) -> None:
         if info is None or self.config.texts == "single":
             return
         missing = None
@@ -220,7 +219,7 @@ class ImageQA(Objective):
         class_of = {answer: number for number, answer in enumerate(self.answers)}
         return AnswerSampling(text_tokenizer, class_of, uses_best=self.config.label == "best")
 
-    def check(self, info: DatasetInfo | None, detector: Detector, masking: RegionMasking) -> None:
+    def check(self, info: DatasetInfo | None, detector: Detector, masking: PretrainingConfig) -> None:
         if info is None:
             return
         listed = set(self.answers)
@@ -240,5 +239,5 @@ class ImageQA(Objective):
         logits = at_least_float32(self.head(encoded.summary[index]))
         return classified(self.config.weight, index, logits, targets.answer[index])
 
-    def class_names(self, output: ModelOutput, wordpieces: Sequence[str], masking: RegionMasking) -> Sequence[str]:
+    def class_names(self, output: ModelOutput, wordpieces: Sequence[str], masking: PretrainingConfig) -> Sequence[str]:
         return self.answers

@@ -16,10 +16,9 @@ from torch import Tensor
 from detector.errors import UserError
 from detector.structures import Detector
 from e2e_vl.examples import Targets, per_wordpiece
-from e2e_vl.region_masking import RegionMasking
 from e2e_vl.samples import DatasetInfo, HumanAnswers, Sample
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
-from e2e_vl.tasks.config import MaskedTextConfig, MaskedWordsConfig
+from e2e_vl.tasks.config import MaskedTextConfig, MaskedWordsConfig, PretrainingConfig
 from e2e_vl.tasks.objectives.base import (
     MASK,
     NO_LABEL,
@@ -102,9 +101,6 @@ def mask_words(
     random vocabulary entry, possibly a special token; 10 % are unchanged. A text may have no chosen word.
 
     Args:
-        words: wordpiece ids of each word, without special tokens.
-        vocab_size: V; random entries are drawn from 0 .. V - 1.
-        probability: probability that a word is chosen.
         always_mask: replace all chosen words by [MASK] (paper, section 3.3).
 
     Returns:
@@ -132,7 +128,7 @@ class MaskedWords(Objective):
     def preprocessor(self, text_tokenizer: TextTokenizer) -> WordMasking:
         return WordMasking(text_tokenizer, self.config)
 
-    def check(self, info: DatasetInfo | None, detector: Detector, masking: RegionMasking) -> None:
+    def check(self, info: DatasetInfo | None, detector: Detector, masking: PretrainingConfig) -> None:
         reads_answers = info is not None and self.config.answer != "left_out"
         if reads_answers and not any(isinstance(truth, HumanAnswers) for truth in info.truths()):
             raise UserError(
@@ -148,7 +144,7 @@ class MaskedWords(Objective):
         logits = at_least_float32(word_head(encoded.text[index], encoded.word_embeddings))
         return classified(self.config.weight, index, logits, targets.labels[index])
 
-    def class_names(self, output: ModelOutput, wordpieces: Sequence[str], masking: RegionMasking) -> Sequence[str]:
+    def class_names(self, output: ModelOutput, wordpieces: Sequence[str], masking: PretrainingConfig) -> Sequence[str]:
         return wordpieces
 
     def answer(self, output: ModelOutput, logits: Tensor, names: Sequence[str]) -> dict[str, Any]:
@@ -210,7 +206,7 @@ class MaskedText(MaskedWords):
     def preprocessor(self, text_tokenizer: TextTokenizer) -> CorpusMasking:
         return CorpusMasking(text_tokenizer, self.config)
 
-    def check(self, info: DatasetInfo | None, detector: Detector, masking: RegionMasking) -> None:
+    def check(self, info: DatasetInfo | None, detector: Detector, masking: PretrainingConfig) -> None:
         if info is not None and info.corpus is None:
             raise UserError(
                 f"task.config.objectives.masked_text has the weight {self.config.weight}, but the data have no "

@@ -10,9 +10,14 @@ import torch.nn.functional as F
 
 from detector.errors import UserError
 from e2e_vl.examples import Targets
-from e2e_vl.region_masking import RegionMasking
 from e2e_vl.structures import RegionLabels
-from e2e_vl.tasks.config import AttributeLabelsConfig, MaskedRegionsConfig, ObjectLabelsConfig, RegionFeaturesConfig
+from e2e_vl.tasks.config import (
+    AttributeLabelsConfig,
+    MaskedRegionsConfig,
+    ObjectLabelsConfig,
+    PretrainingConfig,
+    RegionFeaturesConfig,
+)
 from e2e_vl.tasks.objectives.regions import AttributeLabels, MaskedRegions, ObjectLabels, RegionFeatureRegression
 from tests.tasks.objectives.tiny_objectives import CLASSES, SIZES, Inputs, make_inputs
 
@@ -70,9 +75,9 @@ def test_another_number_of_classes_is_an_error():
     with pytest.raises(UserError, match=r"have 4 columns, but .*masked_regions\.classes is 7"):
         inputs.run(masked_regions(classes=7, labels="class"), Targets())
     detector = SimpleNamespace(num_classes=CLASSES - 1)
-    masked_regions(classes=7).check(None, detector, RegionMasking(teacher="file"))
+    masked_regions(classes=7).check(None, detector, PretrainingConfig(teacher="file"))
     with pytest.raises(UserError, match=r"classes is 7, but the detector has 3 classes and the background"):
-        masked_regions(classes=7).check(None, detector, RegionMasking())
+        masked_regions(classes=7).check(None, detector, PretrainingConfig())
 
 
 def with_detected(inputs: Inputs) -> None:
