@@ -151,8 +151,7 @@ def check_boxes(boxes: Sequence[Array], names: Sequence[str], what: str = "box")
         for row in (~valid).nonzero()[:1, 0].tolist():
             values = ", ".join(f"{value:g}" for value in rows[row].tolist())
             raise UserError(
-                f"{name}: {what} {row} [{values}] is not finite or has no area; it must be [x1, y1, x2, y2], x1 < x2, "
-                "y1 < y2."
+                f"{name}: {what} {row} [{values}] is not finite or has no area; boxes are [x1, y1, x2, y2], x1 < x2."
             )
 
 

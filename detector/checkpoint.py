@@ -115,14 +115,11 @@ def read_weights(path: str | Path) -> WeightsFile:
     }
     other = next((name for name, value in tensors.items() if not isinstance(value, Tensor)), None)
     if other is not None:
-        raise UserError(
-            f"{path}: expected a state dict, optionally under the key `model`; the value of {other!r} is not a tensor."
-        )
+        raise UserError(f"{path}: not a state dict (perhaps under the key `model`): {other!r} is not a tensor.")
     return WeightsFile(path, tensors, heuristics, norm_eps)
 
 
 def read_tensors(path: str | Path) -> dict[str, Tensor]:
-    """Return the tensors of a weights file with the file's own keys, see `read_weights`."""
     return read_weights(path).tensors
 
 
@@ -212,8 +209,7 @@ def load_weights(
     diverged = next((name for name, value in used.items() if not torch.isfinite(value).all()), None)
     if diverged is not None:
         raise UserError(
-            f"{source}: {diverged} contains NaN or infinite values; training diverged or the file is damaged. Use "
-            "another checkpoint."
+            f"{source}: {diverged} is NaN or infinite; training diverged or the file is damaged; use another."
         )
     module.load_state_dict(used, strict=False)  # the keys were checked above
     return report
@@ -312,7 +308,6 @@ def load_class_names(detector: Detector, directory: str | Path) -> None:
     names = read_json(path, list[str])
     if len(names) != detector.num_classes:
         raise UserError(
-            f"{path} has {len(names)} class names, but the detector has {detector.num_classes} classes; correct or "
-            "remove it."
+            f"{path} has {len(names)} class names, but the detector has {detector.num_classes}; correct or remove it."
         )
     detector.class_names = tuple(names)

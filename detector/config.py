@@ -466,8 +466,7 @@ class DetectorConfig(Struct, frozen=True):
         maps = self.map_shapes
         if not {*self.rpn.in_features, *pooled} <= maps.keys():
             raise UserError(
-                "MODEL.RPN.IN_FEATURES and MODEL.ROI_HEADS.IN_FEATURES must be maps of the backbone: "
-                f"{', '.join(maps)}."
+                "MODEL.RPN.IN_FEATURES and MODEL.ROI_HEADS.IN_FEATURES must be maps of the backbone: {', '.join(maps)}."
             )
         strides = [maps[name].stride for name in pooled]
         if strides != [strides[0] * 2**level for level in range(len(strides))]:

@@ -117,7 +117,6 @@ def _read_bytes(path: str | Path) -> bytes:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically."""
     with atomic_file(path) as part:
         part.write_text(text, encoding="utf-8", newline="\n")
 
@@ -133,8 +132,7 @@ def json_text(value: Any, name: str, *, indent: int | None = None) -> str:
         return json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
     except ValueError as error:
         raise UserError(
-            f"{name}: a number is NaN or infinite, so the model has diverged; lower train.lr, or use an earlier "
-            "checkpoint."
+            f"{name}: a number is NaN or infinite: the model has diverged; lower train.lr or use an earlier checkpoint."
         ) from error
 
 

@@ -68,7 +68,6 @@ class BoxHead(nn.Module):
         self.predictor_dim = width
 
     def forward(self, maps: Float[Tensor, "J channels S S"]) -> RoIFeatures:
-        """Features of RoIs from their pooled (and masked) maps."""
         x = maps
         if self.convs:
             x = x.contiguous(memory_format=torch.channels_last)
@@ -339,7 +338,6 @@ class Res5ROIHeads(ROIHeads):
         self.box_predictor = BoxPredictor(config.feature_dim, config.roi_heads, config.attributes)
 
     def res5_map(self, features: FeatureMap, rois: Float[Tensor, "J 5"]) -> Float[Tensor, "J D S S"]:
-        """One res5 map per RoI of the res4 maps."""
         cells = len(features) * features.shape[2] * features.shape[3]
         if self.config.pooler_type != "ROIPool" and cells < len(rois) * self.config.pooler_resolution**2:
             return self.res5(features, lambda maps, step: self.pool([maps], rois, step))

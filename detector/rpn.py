@@ -151,7 +151,6 @@ class RPN(nn.Module):
         self.rpn_head = RPNHead(shapes[0].channels, len(cells[0]), config.rpn.conv_dims)  # shared by all maps
 
     def forward(self, features: FeatureMaps) -> RPNOutput:
-        """Run the network on the maps of IN_FEATURES."""
         anchors, objectness, deltas = [], [], []
         finest = features[self.in_features[0]]
         padded = [side * self.anchor_generators[0].stride for side in finest.shape[2:]]  # (height, width), pixels

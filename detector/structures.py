@@ -286,14 +286,12 @@ class RoIFeatures(NamedTuple):
         return RoIFeatures(region, region if self.predictor is self.region else function(self.predictor))
 
     def split(self, counts: list[int]) -> list[RoIFeatures]:
-        """The rows in parts of `counts` rows."""
         regions = self.region.split(counts)
         predictors = regions if self.predictor is self.region else self.predictor.split(counts)
         return [RoIFeatures(*pair) for pair in zip(regions, predictors, strict=True)]
 
     @staticmethod
     def join(parts: Sequence[RoIFeatures]) -> RoIFeatures:
-        """The rows of all parts."""
         region = torch.cat([part.region for part in parts])
         if all(part.predictor is part.region for part in parts):
             return RoIFeatures(region, region)

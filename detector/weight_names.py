@@ -108,7 +108,6 @@ def fold_norms(tensors: Mapping[str, Tensor], norm_eps: float) -> dict[str, Tens
 
 
 def move_background_last(value: Tensor) -> Tensor:
-    """Move the first row of [K + 1, ...] to the end."""
     return torch.cat((value[1:], value[:1]))
 
 

@@ -132,9 +132,7 @@ def download_weights(weights: PublishedWeights) -> Path:
             ) from error
     difference = _difference(weights, path)
     if difference:
-        raise UserError(
-            f"{path} is not the published file: {difference}; delete it to download it again, or {by_hand}."
-        )
+        raise UserError(f"{path} is not the published file: {difference}; delete it to load it again, or {by_hand}.")
     return path
 
 

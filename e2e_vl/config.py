@@ -441,7 +441,6 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
 
 
 def save_config(config: RunConfig, path: str | Path) -> None:
-    """Write the settings; `load_config` reads them back equal."""
     text = yaml.safe_dump(msgspec.to_builtins(config, str_keys=True), sort_keys=False, allow_unicode=True)
     write_text(Path(path), text)
 

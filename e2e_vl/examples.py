@@ -51,7 +51,6 @@ class Targets(Movable):
 
     @classmethod
     def join(cls, texts: Sequence[Targets]) -> Targets:
-        """Join the targets of M texts, in order."""
         joined: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
             values = [getattr(text, field.name) for text in texts]
@@ -287,7 +286,6 @@ class PhraseBatch(Movable):
 
     @classmethod
     def join(cls, texts: Sequence[TextPhrases]) -> PhraseBatch:
-        """Join the phrases of M texts, in order."""
         offsets = [torch.from_numpy(text.offsets) for text in texts]
         continues = [torch.from_numpy(text.continues_word) for text in texts]
         return cls(

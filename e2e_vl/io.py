@@ -94,7 +94,6 @@ def find_checksum_mismatch(folder: Path) -> str | None:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file, as `sha256sum` prints it."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -61,7 +61,6 @@ class VisionLanguageModel(nn.Module):
             detector.requires_grad_(False)
 
     def recompute_activations(self) -> None:
-        """Activation checkpointing: less memory, about a third more time."""
         self.detector.recompute_activations()
         self.encoder.recompute_activations()
 

@@ -44,8 +44,7 @@ def label_regions(
     is_unlabelled = labels.class_probs is None and labels.detected_classes is None
     if not uses_detector and is_required and batch.boxes_to_mask is None and is_unlabelled:
         raise UserError(
-            "task.config.teacher is file, but the data come without class distributions of their boxes; set it to "
-            "frozen or current."
+            "task.config.teacher is file, but the data come without class distributions; set it to frozen or current."
         )
     if boxes is None and (batch.boxes_to_mask is not None or not uses_detector):
         boxes, labels = describe_regions(teacher if uses_detector else detector, batch.images, None, rule)

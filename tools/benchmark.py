@@ -200,7 +200,6 @@ def best_rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
 
 
 def measure_in_process(words: list[str], checkout: Path = ROOT) -> dict[str, Any]:
-    """The result of this program in a process of its own, with the code of a checkout."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.json"
         command = [sys.executable, __file__, *words, "--output", str(output)]
@@ -370,7 +369,6 @@ def random_boxes(number: int) -> Tensor:
 
 
 def plan_detector(arguments: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
-    """A random image with random boxes."""
     torch.manual_seed(0)
     detectors = {name: one.to(arguments.device) for name, one in make_detectors(arguments.detector_config).items()}
     detectors["builtin"].to(memory_format=torch.channels_last)  # as `train.channels_last` does

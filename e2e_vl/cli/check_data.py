@@ -229,7 +229,6 @@ class SplitReader:
 
 
 def _words_of(sentences: Sequence[Sentence], objects: AnnotatedObjects | None) -> str:
-    """The sentences as one text, with objects replaced by their class names."""
     words: list[str] = []
     for token in itertools.chain.from_iterable(sentences):
         if isinstance(token, str):

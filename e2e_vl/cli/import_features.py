@@ -104,7 +104,6 @@ class _SizedImagesFile(Record):
 
 
 def read_sizes(paths: list[Path]) -> dict[str, tuple[int, int]]:
-    """(height, width) of COCO's images by id."""
     return {str(row.id): (row.height, row.width) for path in paths for row in read_json(path, _SizedImagesFile).images}
 
 
@@ -159,7 +158,7 @@ def read_ban(path: Path, ids: Path) -> Iterator[RegionFeatures]:
         places = file["pos_boxes"][:].astype(np.int64)
     if sorted(rows.values()) != list(range(len(places))):
         raise UserError(
-            f"{ids}: does not map ids to the {len(places)} images of {path.name}; use the pickle of the same split."
+            f"{ids}: does not map ids to the {len(places)} images of {path.name}; use that of the same split."
         )
     for image_id, row in rows.items():
         first, end = places[row].tolist()
@@ -171,7 +170,6 @@ def read_ban(path: Path, ids: Path) -> Iterator[RegionFeatures]:
 
 
 def read_vl_bert(folder: Path) -> Iterator[RegionFeatures]:
-    """VL-BERT's folder of <image id>.json for VQA."""
     from e2e_vl.data.captions import RegionFile  # late: it takes seconds
 
     for path in sorted(folder.glob("*.json")):
@@ -208,7 +206,6 @@ def _region_features(
 
 
 def _load_torch(path: Path) -> dict[str, Any]:
-    """Load a torch file of a dict of tensors or numpy arrays."""
     import torch  # late: it takes seconds
 
     reconstruct = np.zeros(0).__reduce__()[0]

@@ -115,7 +115,6 @@ class Chain:
         return [self.row.names.get(word, word) for word in NAME.findall(self.paper.steps[name].command)]
 
     def is_replaced(self, name: str) -> bool:
-        """Whether a published file takes the place of a step."""
         file = self.paper.steps[name].instead
         return file is not None and self.place(file).exists()
 
@@ -124,7 +123,6 @@ class Chain:
         return any(word in self.row.names or self._depends_on_row(word) for word in words)
 
     def _trains(self, name: str) -> bool:
-        """Whether a step is a training or needs one."""
         step = self.paper.steps.get(name)
         return step is not None and (step.command.startswith("train ") or any(map(self._trains, self._names(name))))
 
@@ -155,7 +153,6 @@ class Chain:
         return [*words, f"data.root={self.data}", f"output={self.place(name)}", *seed, *self.settings]
 
     def missing(self) -> list[PublishedFile]:
-        """Published files that are not in the folder of the data."""
         return [file for name, file in self.files.items() if not self.place(name).exists()]
 
     def describe(self, *, with_estimate: bool = False) -> Iterator[str]:

@@ -110,7 +110,6 @@ class GroupedBatchSampler(Sampler[list[Request]]):
 
     @property
     def batches_per_epoch(self) -> int:
-        """Number of batches in a whole epoch, over all ranks."""
         per_step = self.images_per_batch * self.accumulate
         return -(-self.num_groups // per_step) * self.accumulate
 
@@ -138,7 +137,6 @@ class GroupedBatchSampler(Sampler[list[Request]]):
         return Request(group, tuple(texts[first:last].tolist()), self.epoch)
 
     def _own_batches(self) -> range:
-        """Numbers of the batches that this rank yields."""
         if self.shuffle:
             return range(self.start_batch, self.batches_per_epoch)
         first = self.start_batch + (self.rank - self.start_batch) % self.world_size
@@ -495,9 +493,7 @@ class ExampleDataset(Dataset):
             others = (other % len(self.groups) for other in range(group + 1, group + 1 + len(self.groups)))
             group = next(other for other in others if len(self.groups[other]))
             texts = tuple(self.groups[group][: len(request.texts)])
-        raise UserError(
-            f"{_BROKEN_IN_A_ROW} images in a row cannot be read; check the paths of the data. The last error: {cause}"
-        )
+        raise UserError(f"{_BROKEN_IN_A_ROW} images in a row cannot be read; check the paths. The last error: {cause}")
 
     def read(self, request: Request, texts: tuple[int, ...] | None = None) -> Example:
         """Load the request's image with all its texts, or with `texts`, using the request's random generator.

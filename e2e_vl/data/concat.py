@@ -188,7 +188,6 @@ class JoinedDataset(VLDataset):
         )
 
     def _find(self, text: int) -> tuple[JoinedPart, int]:
-        """The part that contains a text, and the text's index in that part."""
         number = bisect.bisect_right(self.starts, text, hi=len(self.members)) - 1
         member = self.members[number]
         return member, int(member.texts[text - self.starts[number]])

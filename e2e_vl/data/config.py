@@ -95,7 +95,7 @@ class VCROptions(Settings, frozen=True):
     def __post_init__(self) -> None:
         if self.condition_on == "each" and self.question != "rationale":
             raise UserError(
-                "condition_on=each applies to rationales; set data.config.question=rationale, or use a run trained so"
+                "condition_on=each applies to rationales; set data.config.question=rationale, or use such a run"
             )
 
 

@@ -180,7 +180,6 @@ class FeatureStore(abc.ABC):
 
 
 def open_features(path: str | Path) -> FeatureStore:
-    """Open region features in any format that e2e-vl extract writes."""
     path = user_path(path)
     if not path.exists():
         raise MissingFileError(f"{path} does not exist; extract the region features with e2e-vl extract")

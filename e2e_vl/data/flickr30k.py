@@ -97,9 +97,7 @@ def read_annotation(path: str | Path) -> AnnotatedImage:
                 boxes.append(tuple(int(box.findtext(side, "")) for side in ("xmin", "ymin", "xmax", "ymax")))
                 names.append(tuple((name.text or "").strip() for name in element.findall("name")))
     except (OSError, ElementTree.ParseError, ValueError) as error:
-        raise UserError(
-            f"{path}: missing, or no annotation of Flickr30K Entities ({error}); download it again"
-        ) from error
+        raise UserError(f"{path}: missing, or not of Flickr30K Entities ({error}); download it again") from error
     return AnnotatedImage(size, boxes, names)
 
 

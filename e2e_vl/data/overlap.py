@@ -72,7 +72,6 @@ class PhotoIds:
         return (PhotoId("file", image_id if file is None else str(file.absolute())),)
 
     def in_space(self, space: str, name: str) -> tuple[PhotoId, ...]:
-        """All ids of a photo, given one of them."""
         return (PhotoId(space, name), *(self._genome.get(name, ()) if space == VISUAL_GENOME else ()))
 
     def of_list(self, path: Path, space: str | None = None) -> Iterator[tuple[PhotoId, ...]]:
@@ -101,8 +100,7 @@ class PhotoIds:
                 yield self.in_space(space, place.stem if image_id is None else str(image_id))
             else:
                 raise UserError(
-                    f"{path}: {str(name)!r} could be an id of several data sets; add --detector-ids with {COCO} or "
-                    f"{VISUAL_GENOME}"
+                    f"{path}: {str(name)!r} is an id of several data sets; add --detector-ids {COCO} or {VISUAL_GENOME}"
                 )
 
 
@@ -128,5 +126,4 @@ def count_photos(images: Iterable[tuple[PhotoId, ...]]) -> int:
 
 
 def read_visual_genome(path: Path) -> dict[str, tuple[PhotoId, ...]]:
-    """COCO and Flickr ids of the photos in Visual Genome's `image_data.json`, by Visual Genome id."""
     return {str(photo.image_id): photo.other_ids() for photo in read_json(path, list[_GenomePhoto])}

@@ -71,7 +71,6 @@ class RowIndex:
         self._names = names[self._rows]
 
     def row(self, id: int | str) -> int | None:
-        """The row of an id, or None."""
         name = str(id).encode()
         place = int(np.searchsorted(self._names, name))
         return int(self._rows[place]) if place < len(self._names) and self._names[place] == name else None

@@ -67,8 +67,7 @@ class ImageMetadata(Record):
         lengths = {len(self.boxes), len(self.segms), len(self.attribute_ids or self.names)}
         if lengths != {number} or (boxes[:, 2:] <= boxes[:, :2]).any():
             raise UserError(
-                f"{where}: boxes, segms and attribute_ids must have one entry for each of the {number} names, and "
-                "no box may be empty"
+                f"{where}: boxes, segms and attribute_ids need one entry for each of {number} names, and no empty box"
             )
         attributes = None
         if self.attribute_ids:

@@ -138,7 +138,6 @@ class RegionPhrases(Record, array_like=True):
 
 
 def read_region_descriptions(path: Path) -> Iterator[GenomeText]:
-    """The region descriptions of all images, image by image."""
     for row in stream_list(path, _RegionsOfImage):
         for one in row.regions:
             sides = one.x, one.y, one.width, one.height
@@ -146,7 +145,6 @@ def read_region_descriptions(path: Path) -> Iterator[GenomeText]:
 
 
 def read_genome_questions(path: Path) -> Iterator[GenomeText]:
-    """The questions about all images, image by image."""
     for row in stream_list(path, _QuestionsOfImage):
         for one in row.qas:
             yield GenomeText(one.qa_id, row.id, one.question, one.answer)

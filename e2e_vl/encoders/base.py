@@ -78,7 +78,6 @@ class Encoder(PreTrainedModel):
 
     @property
     def hidden_size(self) -> int:
-        """E, the width of the output vectors of wordpieces and regions."""
         return self.config.hidden_size
 
     @property

@@ -94,12 +94,10 @@ class VLBertSettings(TransformerSettings, frozen=True):
         if (self.image_feature_on_words and not self.uses_whole_image) or (
             self.visual_part_on_end and not self.image_feature_on_words
         ):
-            raise UserError(
-                "visual_part_on_end needs image_feature_on_words, which needs uses_whole_image; set the others too"
-            )
+            raise UserError("visual_part_on_end needs image_feature_on_words, and that needs uses_whole_image")
         if self.region_word == "img" and self.masked_region_embedding:
             raise UserError(
-                "region_word: img has no separate vector for masked regions; set masked_region_embedding to false"
+                "region_word: img has no other vector for masked regions; set masked_region_embedding: false"
             )
 
 

@@ -281,7 +281,6 @@ class ImagePasses:
         return take_along_dim(states, positions[..., None], dim=1) * (self.slot < count)[..., None]
 
     def repeat(self, values: Shaped[Tensor, "M ..."]) -> Shaped[Tensor, "passes ..."]:
-        """Repeat the values of each text for its passes."""
         return values.repeat_interleave(self.row.shape[1], dim=0)
 
 

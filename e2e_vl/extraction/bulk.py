@@ -54,7 +54,6 @@ class ExtractionJob:
 
     @property
     def folder(self) -> Path:
-        """Where the `.npz` files are."""
         return self.output if self.layout == "npz" else self.output.with_name(self.output.name + ".parts")
 
     def file_of(self, image_id: str) -> Path:
@@ -128,7 +127,7 @@ def _prepare(job: ExtractionJob) -> tuple[list[str], bool]:
         changed = sorted(key for key in {*before, *stamp} if before.get(key) != stamp.get(key))
         if changed:
             raise UserError(
-                f"{folder} was started with other settings ({', '.join(changed)}); use the same ones, or another output"
+                f"{folder} was started with other settings ({', '.join(changed)}); use them, or another output"
             )
     write_json(folder / STAMP_NAME, stamp)
     there = npz_names(folder)

@@ -328,8 +328,7 @@ def detector_of_run(
     config = load_config(folder / "config.yaml")
     if config.detector.backend not in BACKENDS:
         raise UserError(
-            f"{run_dir}: detector.backend is {config.detector.backend}, so the run has no detector for "
-            "images; give --config and --weights."
+            f"{run_dir}: detector.backend is {config.detector.backend}, which sees no image; give --config, --weights"
         )
     resize = config.data.resize
     loaded = open_detector(

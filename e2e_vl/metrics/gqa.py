@@ -46,7 +46,6 @@ class GQAPrediction(Prediction, kw_only=True):
 
     @property
     def entailed_others(self) -> list[str]:
-        """`entailed` without the question itself."""
         return [other for other in self.entailed if other != self.question_id]
 
 

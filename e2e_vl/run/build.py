@@ -115,7 +115,7 @@ def count_frequent_answers(most_frequent: Mapping[Any, str], min_count: int, spe
     kept = [answer for answer, count in counts.items() if count >= min_count]
     if not kept:
         raise UserError(
-            f"no answer occurs in at least {min_count} of the {len(most_frequent)} questions; lower the minimum count"
+            f"no answer occurs in at least {min_count} of the {len(most_frequent)} questions; lower that number"
         )
     return sorted(kept, key=lambda answer: (-counts[answer], answer))
 

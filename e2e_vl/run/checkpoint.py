@@ -235,9 +235,7 @@ def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path 
     while folders and (damage := find_checksum_mismatch(folders[-1])) is not None:
         damaged.append(f"{folders.pop()} is damaged ({damage})")
     if damaged and not folders:
-        raise UserError(
-            f"Cannot resume: {'; '.join(damaged)}; copy another checkpoint there, or choose another `output`."
-        )
+        raise UserError(f"Cannot resume: {'; '.join(damaged)}; copy one there, or choose another `output`.")
     if not folders:
         return None
     folder = folders[-1]
@@ -277,6 +275,4 @@ def refuse_to_overwrite(output: Path) -> None:
     has_results = bool(list_checkpoints(output)) or (output / "metrics.json").exists()
     has_other_files = not is_run and output.exists() and (output.is_file() or any(output.iterdir()))
     if has_results or has_other_files:
-        raise UserError(
-            f"{output} contains a run or other files; continue a run with --resume, or choose another `output`."
-        )
+        raise UserError(f"{output} contains a run or other files; continue with --resume, or choose another `output`.")

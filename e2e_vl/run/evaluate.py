@@ -63,12 +63,10 @@ class MetricName:
 
     @property
     def whole(self) -> MetricName:
-        """The same metric over all texts."""
         return dataclasses.replace(self, detail="")
 
     @property
     def is_count(self) -> bool:
-        """Whether it is the number of evaluated texts, or of unreadable images."""
         return self.metric in COUNTS
 
     @property

@@ -42,7 +42,6 @@ class OfficialAdam(torch.optim.AdamW, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """Update all parameters that have a gradient."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         groups = self.param_groups
         self.param_groups = [part for group in groups for part in self._parts(group)]

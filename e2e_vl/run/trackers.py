@@ -150,7 +150,6 @@ def _names(names: Iterable[str]) -> str:
 
 
 def describe_finished_run(output: Path, steps: int) -> str:
-    """The message about a run that is already complete on resume."""
     return (
         f"{output} is already finished after {_count(steps, 'step')}; to continue, raise train.epochs or "
         "train.max_steps, or evaluate it with `e2e-vl evaluate`."

@@ -519,7 +519,6 @@ class BestModel:
             write_json(part / "best.json", self.found)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a checkpoint saves."""
         return {name: getattr(self, name) for name in ("metric", "step", "value", "judged_step", "waited")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -42,7 +42,6 @@ class COCOCaptionsWriter(FormatWriter):
 
 
 def write_instances(path: Path, scenes: Sequence[SceneRecord]) -> None:
-    """Write an instances file with the categories (shapes) and attributes of the scenes."""
     annotations = [
         {
             "segmentation": item.outlines,

@@ -90,7 +90,6 @@ class ConceptualWriter(_CaptionedImageWriter):
 
 
 def write_shards(folder: Path, images: Sequence[CaptionedImage], records_per_shard: int = RECORDS_PER_SHARD) -> None:
-    """Write webdataset shards into `folder`, in the order of the images."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, first in enumerate(range(0, len(images), records_per_shard)):
         part = images[first : first + records_per_shard]
@@ -149,7 +148,6 @@ class CorpusWriter(FormatWriter):
 
 
 def write_corpus(path: Path, config: SceneConfig, rng: np.random.Generator, *, lines: int) -> None:
-    """Write a corpus of `lines` paragraphs about the shapes, colours and textures of `config`."""
     with path.open("w", encoding="utf-8", newline="\n") as file:
         for _ in range(lines):
             paragraph = " ".join(_sentence(config, rng) for _ in range(rng.integers(*_SENTENCES_PER_LINE)))

@@ -166,8 +166,7 @@ def _finished_stamp(output: Path, start: dict[str, Any]) -> dict[str, Any] | Non
     differing = sorted(key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key))
     if differing:
         raise UserError(
-            f"{output} has synthetic data made with other settings ({', '.join(differing)}): remove the folder or "
-            "choose another one"
+            f"{output} has data of other settings ({', '.join(differing)}): remove the folder or choose another one"
         )
     return stamp if path.name == STAMP else None
 
@@ -175,7 +174,6 @@ def _finished_stamp(output: Path, start: dict[str, Any]) -> dict[str, Any] | Non
 def _map_scenes(
     function: Callable[[ScenePlace], SceneRecord], places: list[ScenePlace], workers: int
 ) -> list[SceneRecord]:
-    """`map` in this process or over several, in order."""
     bar = partial(tqdm, total=len(places), desc="scenes", unit="scene", delay=1)
     if workers == 0:
         return list(bar(map(function, places)))
@@ -217,7 +215,6 @@ def _make_scene(
 
 
 def _statistics(scenes: Sequence[SceneRecord]) -> dict[str, Any]:
-    """Sizes of the data set, and shares of the families of expressions."""
     said = [reference for scene in scenes for reference in scene.references]
     families = Counter(reference.expression.family for reference in said)
     return {

@@ -60,7 +60,6 @@ class GQAWriter(FormatWriter):
 
 
 def draw_questions(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[_Question]:
-    """Draw different questions about a scene, each followed by the questions that it entails."""
     makers = {"query": _query, "choose": _choose, "verify": _verify, "logical": _logical, "compare": _compare}
     questions: dict[str, _Question] = {}
     for kind in _KINDS:

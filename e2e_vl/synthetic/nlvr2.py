@@ -46,7 +46,6 @@ class PairSentence:
 
 
 def draw_sentence(values: Values, rng: np.random.Generator, wanted: Sequence[str] = PAIR_FAMILIES) -> PairSentence:
-    """Draw a sentence of a random family among the given ones."""
     slots = _SLOTS[rng.integers(len(_SLOTS))]
     some = all_descriptions(slots, values)
     description = some[rng.integers(len(some))]
@@ -122,7 +121,6 @@ def draw_set(
 
 
 def draw_sets(split: str, scenes: Sequence[SceneRecord], recipe: Recipe) -> Iterator[tuple[int, _Set]]:
-    """The sets of a split and their numbers."""
     language = recipe.language
     for number in range(max(len(scenes) // 2, 1)):
         rng = recipe.generator(split, number, "nlvr2")
@@ -158,7 +156,6 @@ class PairWriter(FormatWriter):
     def _examples(
         self, split: str, scenes: Sequence[SceneRecord]
     ) -> tuple[list[dict[str, Any]], dict[Path, SceneRecord]]:
-        """The lines of a split, and the scene of each image file."""
         examples, images = [], {}
         for number, made in draw_sets(split, scenes, self.recipe):
             directory = number % _DIRECTORIES

@@ -55,7 +55,6 @@ class SceneObject:
 
     @property
     def visible_extent(self) -> int:
-        """Longer side of the box, pixels."""
         return max(self.box[2] - self.box[0], self.box[3] - self.box[1])
 
 
@@ -77,8 +76,7 @@ def draw_scene(config: SceneConfig, rng: np.random.Generator) -> Scene:
             break
     else:
         raise UserError(
-            f"{count} objects do not fit into a scene of {w} x {h} pixels: use fewer or smaller objects, or a "
-            "larger scene"
+            f"{count} objects do not fit into a scene of {w} x {h} pixels: use fewer, smaller objects, or a larger one"
         )
     image = paint_background(h, w, rng)
     for item, patch in placed:
@@ -424,7 +422,6 @@ class SceneGraph:
 
 
 def members(mask: int) -> list[int]:
-    """Indices of the set bits, ascending."""
     return [i for i in range(mask.bit_length()) if mask >> i & 1]
 
 

@@ -188,7 +188,6 @@ class DetectionTask(Task):
             self.category_names = dict(zip(truth.ids, info.class_names, strict=True))
 
     def forward(self, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
-        """Return no losses, and empty `logits` [M, 0]."""
         if self.training and batch.detection_targets is None:
             raise UserError("Detection is trained only with the detection losses; set detector.loss_weight to 1.")
         return TaskOutput(losses={}, logits=text_regions.features.new_zeros(len(batch), 0))

@@ -210,7 +210,6 @@ class Flickr30KTask(Task):
         return draw_boxes(load_image(prediction.file_name, "RGB"), boxes, labels, colours)
 
     def describe(self, prediction: Flickr30KPrediction) -> PredictionSummary:
-        """The sentence, the boxes of its phrases, and how many are right; the group is their type if they share one."""
         ranks, types = prediction.ranks, {kind for own in prediction.phrase_types or () for kind in own}
         note, truth, mistakes = "", "", None
         if ranks is not None:

@@ -137,7 +137,6 @@ def tagging_loss(tags: Float[Tensor, "M L 3"], phrases: PhraseBatch) -> Loss:
 
 
 def is_word(phrases: PhraseBatch) -> Bool[Tensor, "M L"]:
-    """Wordpieces of the original text, excluding special tokens and appended texts."""
     return phrases.offsets[..., 1] > 0
 
 

@@ -86,7 +86,6 @@ class PretrainingPreprocessor(Preprocessor):
                 yield TextExample(extra_encoding, (), {}, targets, seed=0, other_words=extra.words)
 
     def _encode_words(self, draft: TextDraft, generator: np.random.Generator) -> TextEncoding:
-        """Encode the text, which objectives may have replaced, with masked words."""
         tokenizer = self.text_tokenizer
         for part in self.parts.values():
             part.edit_text(draft, draft.text.index, generator)

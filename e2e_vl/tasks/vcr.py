@@ -291,8 +291,7 @@ def parse_sentence(text: str, num_objects: int) -> Sentence:
         objects = [int(number) for number in part.split(",")]
         if max(objects) >= num_objects:
             raise UserError(
-                f"'{text}' refers to the object [{max(objects)}], but only {num_objects} boxes are given (from 0 on); "
-                "give its box too."
+                f"'{text}' refers to the object [{max(objects)}], but has only {num_objects} boxes; give its box too."
             )
         sentence.append(objects)
     return sentence
@@ -439,7 +438,6 @@ class VCRPreprocessor(Preprocessor):
         return names, rows
 
     def _names_in_choices(self, text: ChoiceText, objects: AnnotatedObjects, names: list[str]) -> list[list[str]]:
-        """The name of each object in each of the choices."""
         if self.config.names_by == "box":
             return [names] * len(text.choices)
         tokens = [token for sentence in text.query for token in sentence if isinstance(token, list)]
@@ -642,7 +640,6 @@ class VCRTask(Task):
         return draw_boxes(load_image(prediction.file_name, "RGB"), boxes, names)
 
     def describe(self, prediction: VCRPrediction) -> PredictionSummary:
-        """The question, the chosen and the right text, and the probability of the right text if it was not chosen."""
         label, choice = prediction.label, prediction.choice
         choices, shares = prediction.choices, prediction.probabilities
         return PredictionSummary(

@@ -84,7 +84,6 @@ class VQATask(AnswerTask):
         return prediction.accuracy
 
     def describe(self, prediction: VQAPrediction) -> PredictionSummary:
-        """The question with its type, the best answer, and the human answers, most frequent first."""
         said, scored = Counter(prediction.answers or ()), prediction.answer_scores or {}
         return PredictionSummary(
             prediction.text,

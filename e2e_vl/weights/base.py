@@ -137,9 +137,7 @@ def check_settings(own: Mapping[str, Any], needed: Mapping[str, Any], path: Path
 
 def check_task(task_name: str | None, choices: Sequence[str], model: str) -> None:
     if task_name not in choices:
-        raise UserError(
-            f"There is no official {model} model for the task '{task_name}', only for {', '.join(choices)}."
-        )
+        raise UserError(f"There is no official {model} for the task '{task_name}', only for {', '.join(choices)}.")
 
 
 def save_as_transformers(state: Mapping[str, Tensor], config: PreTrainedConfig, path: Path) -> None:

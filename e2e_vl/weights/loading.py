@@ -43,7 +43,6 @@ class InitRules:
     adapters: Sequence[WeightAdapter] = ()  # of the run's encoder
 
     def collect(self, attribute: str) -> tuple[str, ...]:
-        """The values of an attribute of `WeightAdapter`, from all adapters."""
         return tuple(value for adapter in self.adapters for value in getattr(adapter, attribute))
 
 
@@ -60,7 +59,6 @@ class CheckpointPart:
 
     @property
     def layout(self) -> str:
-        """Name of the checkpoint format."""
         return "this project" if self.adapter is None else self.adapter.layout
 
 
@@ -140,8 +138,7 @@ def load_task(task: Task, path: str | Path, rules: InitRules, *, knows_class_ord
     if not any(prefix.startswith(source.transferable) for prefix in rule.takes):
         theirs = f"a {source.layout}" if source.task_name is None else f"the head of {source.task_name}"
         raise UserError(
-            f"{source.path}: contains {theirs}, which cannot initialise the head of {rules.task_name}; remove "
-            "task.weights."
+            f"{source.path}: contains {theirs}, which cannot start the head of {rules.task_name}; remove task.weights."
         )
     return _start_from_other(task, source, rule)
 
@@ -159,7 +156,6 @@ def load_phrase_head(head: PhraseHead, path: str | Path) -> LoadReport:
 
 
 def _continue_head(task: Task, source: CheckpointPart) -> LoadReport:
-    """Initialise a head from a head of the same task."""
     rule = task.starts_from or HeadInit()
     tensors, copied = source.tensors, []
     moved = {name: value for name, value in tensors.items() if name.startswith(rule.region_classes)}
@@ -253,8 +249,7 @@ def _check_config(file: Path, encoder: nn.Module, fields: Sequence[str]) -> None
     for name in fields:
         if name in theirs and name in own and theirs[name] != own[name]:
             raise UserError(
-                f"{path}: {name} is {theirs[name]} there and {own[name]} in this run; set encoder.config.{name} to "
-                f"{theirs[name]}."
+                f"{path}: {name} is {theirs[name]} there and {own[name]} here; set encoder.config.{name} to it."
             )
 
 

@@ -154,7 +154,6 @@ class LxmertFromBert(BertStart):
         return super().recognises(tensors) and not any(name.startswith("encoder.visn_fc.") for name in tensors)
 
     def adapt(self, tensors: dict[str, Tensor], encoder: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
-        """Select BERT's layers, see `bert_layers` of the encoder's config."""
         number, wanted = re.compile(r"encoder\.layer\.(\d+)\."), encoder.config.l_layers
         numbers = {name: int(found[1]) for name in tensors if (found := number.match(name))}
         count = max(numbers.values(), default=-1) + 1

@@ -257,7 +257,6 @@ class VisualBertFromBert(BertStart):
         return super().recognises(tensors) and not COPIED_TABLES.values() & tensors.keys()
 
     def adapt(self, tensors: dict[str, Tensor], encoder: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
-        """Copy BERT's tables to the visual tables."""
         if not encoder.config.special_visual_initialize:
             return tensors, []
         copies = {text: visual for text, visual in COPIED_TABLES.items() if text in tensors}

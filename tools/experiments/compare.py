@@ -74,7 +74,6 @@ def main(argv: list[str] | None = None) -> int:
 def make_jobs(
     config: Path, output: Path, variants: dict[str, list[str]], common: Sequence[str], seeds: Sequence[int] | None
 ) -> dict[str, list[Job]]:
-    """The runs of each variant: one, or one per seed."""
     jobs = {}
     for name, overrides in variants.items():
         run = output / name.replace(" ", "_")
@@ -152,7 +151,6 @@ class Job:
 
     @property
     def metrics(self) -> dict[str, Any] | None:
-        """The metrics of the finished run; None before it has finished."""
         path = self.run / "metrics.json"
         return read_json(path, dict[str, Any]) if path.is_file() else None
 
@@ -168,8 +166,7 @@ class Job:
         changed = differences(load_config(saved), resolve_config(wanted)) if saved.is_file() else []
         if changed:
             raise UserError(
-                f"{self.run} contains a run with other settings ({'; '.join(changed[:3])}); remove it or "
-                "choose another --output."
+                f"{self.run} contains a run with other settings ({'; '.join(changed[:3])}); remove it or use another."
             )
 
 
@@ -262,7 +259,6 @@ def markdown_table(columns: Sequence[str], rows: Mapping[str, Iterable[str]]) ->
 
 
 def write_table(path: Path, content: Any, lines: Sequence[str]) -> None:
-    """Write the numbers as `path` + .json and the lines as `path` + .md, and print the lines."""
     write_json(path.with_suffix(".json"), content)
     text = "\n".join([*lines, ""])
     write_text(path.with_suffix(".md"), text)

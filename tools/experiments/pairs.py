@@ -208,7 +208,6 @@ def collect(
 
 
 def as_markdown(table: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The lines of the table, with a row for each (task, encoder) pair."""
     rows = {}
     for task, results in table.items():
         for encoder, variants in results["encoders"].items():
@@ -276,7 +275,6 @@ def chance_accuracy(config: RunConfig, split: str) -> float:
 
 
 def _texts(dataset: VLDataset) -> Iterable[tuple[SampleText, AnnotatedObjects | None]]:
-    """All texts, and the annotated objects of their first image."""
     for texts in dataset.groups:
         sample = dataset.sample(texts)
         for text in sample.texts:

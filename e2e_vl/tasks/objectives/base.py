@@ -193,7 +193,6 @@ class Objective(nn.Module, abc.ABC):
         return {}
 
     def answer_lines(self, prediction: PretrainingPrediction) -> list[str]:
-        """The fields of `answer` as lines of text."""
         return []
 
 
@@ -207,5 +206,4 @@ def top_classes(probabilities: Float[Tensor, "rows columns"], names: Sequence[st
 
 
 def format_ranked(pairs: Ranked) -> str:
-    """Names and values as one line of text."""
     return ", ".join(f"{name} {value:.3f}" for name, value in pairs)

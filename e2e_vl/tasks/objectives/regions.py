@@ -96,7 +96,6 @@ class MaskedRegions(Objective):
         return ["background", *names] if not masking.has_background_last else [*names, "background"]
 
     def answer(self, output: ModelOutput, logits: Tensor, names: Sequence[str]) -> dict[str, Any]:
-        """`masked_regions`, see `MaskedRegion`."""
         batch, text_regions = output.batch, output.text_regions
         is_masked = batch.masked_regions.is_masked[0]
         if int(text_regions.is_masked[0].sum()) < int(is_masked.sum()):
@@ -131,8 +130,7 @@ def _check_classes(
     """Raise a UserError if a detector labels the regions with another number of classes than the objective has."""
     if masking.teacher != "file" and number != config.classes:
         raise UserError(
-            f"{config.key('classes')} is {config.classes}, but the detector has {detector.num_classes} {what}; make "
-            "them agree."
+            f"{config.key('classes')} is {config.classes}, the detector has {detector.num_classes} {what}; change one."
         )
 
 

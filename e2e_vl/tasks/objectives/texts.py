@@ -78,9 +78,7 @@ class CaptionReplacement(ObjectivePreprocessor):
             is_labelled = draft.is_choice is None and isinstance(truth, CorrectChoice)
             draft.is_match = bool(truth.number) if is_labelled else draft.is_choice
         elif isinstance(draft.text, ChoiceText):
-            raise UserError(
-                "Questions with choices cannot be replaced; set task.config.objectives.relationship.texts to labelled."
-            )
+            raise UserError("Questions with choices stay; set task.config.objectives.relationship.texts to labelled.")
         draft.record["is_match"] = draft.is_match
         return MatchTargets(np.int64(-1 if draft.is_match is None or not draft.has_image else draft.is_match))
 
