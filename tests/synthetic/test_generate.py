@@ -47,14 +47,14 @@ def test_other_seed_gives_other_scenes_and_more_training_scenes_keep_the_others(
 
 
 def test_two_that_start_together_draw_once(tmp_path, monkeypatch):
-    calls, draw = [], generate._add_formats
+    calls, draw = [], generate._map_scenes
 
     def slowly(*arguments):
         calls.append(arguments)
         time.sleep(0.3)  # longer than the other one needs to come here
         return draw(*arguments)
 
-    monkeypatch.setattr(generate, "_add_formats", slowly)
+    monkeypatch.setattr(generate, "_map_scenes", slowly)
     with ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(make_scenes, tmp_path / "new" / "data", **SMALL, formats=["refcoco+"]) for _ in range(2)]
     assert jobs[0].result() == jobs[1].result()
