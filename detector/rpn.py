@@ -215,10 +215,7 @@ class RPN(nn.Module):
         labels, matches = [], []
         for boxes, size in zip(objects, sizes, strict=True):
             matched, label = match(
-                pairwise_iou(boxes, anchors),
-                self.config.iou_thresholds,
-                self.config.iou_labels,
-                allow_low_quality=True,
+                pairwise_iou(boxes, anchors), self.config.iou_thresholds, self.config.iou_labels, allow_low_quality=True
             )
             margin = self.config.boundary_thresh  # pixels that an anchor may reach beyond the image
             if margin >= 0:

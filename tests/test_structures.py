@@ -6,15 +6,7 @@ import pytest
 import torch
 
 from detector.structures import ImageBatch, Regions
-from e2e_vl.structures import (
-    Batch,
-    RegionLabels,
-    RegionMasks,
-    TextBatch,
-    TextRegions,
-    gather_regions,
-    take_along_dim,
-)
+from e2e_vl.structures import Batch, RegionLabels, RegionMasks, TextBatch, TextRegions, gather_regions, take_along_dim
 
 COUNTS = (2, 0, 3)
 SIZES = torch.tensor([[10, 20], [30, 40], [50, 60]])

@@ -30,9 +30,7 @@ LIMITS = {
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     scene = SceneConfig()
     parser = argparse.ArgumentParser(
-        prog=prog,
-        description=__doc__.partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        prog=prog, description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
     for split, count in SPLITS.items():

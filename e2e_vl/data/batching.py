@@ -298,10 +298,7 @@ def _identity(loaded: Any) -> Any:
 
 
 def collate(
-    examples: Sequence[Example],
-    *,
-    pad_to: tuple[int, int] | None = None,
-    canvas: Sequence[int] | None = None,
+    examples: Sequence[Example], *, pad_to: tuple[int, int] | None = None, canvas: Sequence[int] | None = None
 ) -> Batch:
     """Pad images and texts, and compute the image index of each text.
 

@@ -25,14 +25,7 @@ from e2e_vl.encoders.layers import (
     region_word_alignment,
     run_layers,
 )
-from e2e_vl.structures import (
-    Ability,
-    AttentionBlock,
-    AttentionGraph,
-    EncoderOutput,
-    TextBatch,
-    TextRegions,
-)
+from e2e_vl.structures import Ability, AttentionBlock, AttentionGraph, EncoderOutput, TextBatch, TextRegions
 from e2e_vl.text import CLS, MASK, SEP, Template, TextLayout
 
 # Input embeddings of VisualBERT

@@ -30,14 +30,7 @@ from e2e_vl.encoders.layers import (
     pack_biases,
     run_layers,
 )
-from e2e_vl.structures import (
-    Ability,
-    AttentionGraph,
-    EncoderOutput,
-    TextBatch,
-    TextRegions,
-    take_along_dim,
-)
+from e2e_vl.structures import Ability, AttentionGraph, EncoderOutput, TextBatch, TextRegions, take_along_dim
 from e2e_vl.text import CLS, MASK, SEP, Template, TextLayout
 
 # Input embeddings: word + visual + position + segment embeddings (paper, section 3.2)

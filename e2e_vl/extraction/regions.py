@@ -342,10 +342,7 @@ def detector_of_run(
 
 
 def extract_image(
-    image: str | Path | ImageBytes,
-    source: LoadedDetector,
-    rule: SelectionRule,
-    given: AnnotatedObjects | None = None,
+    image: str | Path | ImageBytes, source: LoadedDetector, rule: SelectionRule, given: AnnotatedObjects | None = None
 ) -> RegionFeatures:
     """The regions of one image by the rule "score", best score first, or the `given` boxes in their order.
 

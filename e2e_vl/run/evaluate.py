@@ -330,9 +330,7 @@ def evaluate_run(
     model.to(accelerator.device)
     examples = build_examples(config, model, tokenizer, split, boxes=boxes)
     evaluation = evaluate_split(
-        *(config, model, examples, accelerator, split, boxes),
-        with_loss=with_loss,
-        skip_broken=config.data.skip_broken,
+        *(config, model, examples, accelerator, split, boxes), with_loss=with_loss, skip_broken=config.data.skip_broken
     )
     metrics = ({str(MetricName(split, LOSS, boxes)): None} if with_loss else {}) | evaluation.metrics
     if accelerator.is_main_process:

@@ -20,12 +20,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import (
-    DDPCommunicationHookType,
-    DistributedDataParallelKwargs,
-    ProjectConfiguration,
-    set_seed,
-)
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, ProjectConfiguration, set_seed
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from tqdm.auto import tqdm
@@ -287,11 +282,7 @@ class Trainer:
         """The micro-batches of each remaining optimiser step, across epochs."""
         accumulate = self.config.train.accumulate
         loader = BatchLoader(
-            self.built.train_data,
-            self.sampler,
-            self.built.collate,
-            workers=self.config.data.workers,
-            keep_workers=True,
+            self.built.train_data, self.sampler, self.built.collate, workers=self.config.data.workers, keep_workers=True
         )
         while self.step < self.total_steps and not self.best.is_over:
             epoch, done = divmod(self.step, self.steps_per_epoch)

@@ -29,15 +29,7 @@ from e2e_vl.data.batching import (
     unpack,
 )
 from e2e_vl.data.tables import TextGroups
-from e2e_vl.examples import (
-    DetectionObjects,
-    Example,
-    ImageExample,
-    ImageTransform,
-    Targets,
-    TextExample,
-    stacked,
-)
+from e2e_vl.examples import DetectionObjects, Example, ImageExample, ImageTransform, Targets, TextExample, stacked
 from e2e_vl.text import TextEncoding
 from tests.data.helpers import DOUBLE, SAME, examples, plain, read_by_processes, refused
 from tests.data.tiny_readers import captions

@@ -10,14 +10,7 @@ import pytest
 
 from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
-from e2e_vl.data.gqa import (
-    Choices,
-    GQADataset,
-    SceneGraph,
-    find_pieces,
-    read_entries,
-    read_questions,
-)
+from e2e_vl.data.gqa import Choices, GQADataset, SceneGraph, find_pieces, read_entries, read_questions
 from e2e_vl.samples import CorrectAnswer
 from tests.data.helpers import open_dataset, refused, with_files, with_options, write_json
 from tests.data.tiny_refcoco import TinyRefCOCO

@@ -114,8 +114,7 @@ def test_it_starts_from_torchvision(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"boxes": None}, {"box_classes": None}, {"targets": DetectionTargets([BOXES], [CLASSES])}],
+    "changes", [{"boxes": None}, {"box_classes": None}, {"targets": DetectionTargets([BOXES], [CLASSES])}]
 )
 def test_it_needs_boxes_with_classes_and_has_no_losses(changes):
     with pytest.raises(UserError, match=r"given boxes .*no detection losses"):

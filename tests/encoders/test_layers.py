@@ -20,8 +20,7 @@ from tests.regions import regions_of_own_images
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"),
-    [("centre_size", [0.3, 0.375, 0.4, 0.25]), ("corners", [0.1, 0.25, 0.5, 0.5])],
+    ("kind", "expected"), [("centre_size", [0.3, 0.375, 0.4, 0.25]), ("corners", [0.1, 0.25, 0.5, 0.5])]
 )
 def test_geometry_divides_by_width_and_height(kind, expected):
     boxes, sizes = torch.tensor([[10.0, 20.0, 50.0, 40.0]]), torch.tensor([[80.0, 100.0]])  # height, width

@@ -205,7 +205,4 @@ def test_positions_and_segments_of_two_images():
     embeddings = make_slots().embeddings
     regions = regions_of_images((0, 1), (1, -1))
     positions = embeddings.position_ids(one_text(2).attention_mask, regions.image_slot)
-    assert positions.tolist() == [
-        [0, 1, 2, 3, 4, 5, 5, 5, 6, 6, 6, 6, 7],
-        [0, 1, 2, 3, 4, 5, 5, 5, 5, 5, 5, 5, 6],
-    ]
+    assert positions.tolist() == [[0, 1, 2, 3, 4, 5, 5, 5, 6, 6, 6, 6, 7], [0, 1, 2, 3, 4, 5, 5, 5, 5, 5, 5, 5, 6]]

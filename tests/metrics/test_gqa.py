@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from e2e_vl.metrics.gqa import (
-    GQAPrediction,
-    belongs,
-    gqa_metrics,
-    gqa_scores,
-    grounding,
-)
+from e2e_vl.metrics.gqa import GQAPrediction, belongs, gqa_metrics, gqa_scores, grounding
 
 QUERY = {"structural": "query", "semantic": "attr", "detailed": "color"}
 VERIFY = {"structural": "verify", "semantic": "obj", "detailed": "exist"}

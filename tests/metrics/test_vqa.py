@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import json
 
-from e2e_vl.metrics.vqa import (
-    VQAPrediction,
-    answer_accuracy,
-    soft_scores,
-    write_submission,
-)
+from e2e_vl.metrics.vqa import VQAPrediction, answer_accuracy, soft_scores, write_submission
 
 
 def test_answers_that_all_agree_are_compared_as_they_are():

@@ -18,14 +18,8 @@ BOUNDS = {  # format -> rule -> most that it may reach, also in each family
         "most frequent colour in the image": 0.35,
         "object of the same shape": 0.35,
     },
-    "vqa": {
-        "usual answer to this kind of question": 0.42,
-        "most frequent value in the image": 0.56,
-    },
-    "gqa": {
-        "usual answer to this kind of question": 0.45,
-        "most frequent value in the image": 0.6,
-    },
+    "vqa": {"usual answer to this kind of question": 0.42, "most frequent value in the image": 0.56},
+    "gqa": {"usual answer to this kind of question": 0.45, "most frequent value in the image": 0.6},
     "nlvr2": {"left image alone": 0.75},
     "flickr30k": {"any that fits the noun": 0.58, "any that fits the adjectives": 0.75},
     "refcoco+": {

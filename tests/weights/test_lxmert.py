@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    LxmertForPreTraining,
-    LxmertForQuestionAnswering,
-    LxmertModel,
-)
+from transformers import BertConfig, BertForMaskedLM, LxmertForPreTraining, LxmertForQuestionAnswering, LxmertModel
 
 from detector.config import DetectorConfig
 from detector.structures import PrecomputedDetector
@@ -64,11 +58,7 @@ def vqa(answers: list[str] = ANSWERS) -> VQATask:
     return fill(VQATask(32, config), 3)
 
 
-MAKE_TASK = {
-    "pretraining": pretraining,
-    "vqa": vqa,
-    "gqa": lambda: fill(GQATask(32, GQAConfig(answers=ANSWERS)), 3),
-}
+MAKE_TASK = {"pretraining": pretraining, "vqa": vqa, "gqa": lambda: fill(GQATask(32, GQAConfig(answers=ANSWERS)), 3)}
 
 
 def model_of(task: nn.Module, **fields: Any) -> VisionLanguageModel:

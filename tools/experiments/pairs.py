@@ -134,11 +134,7 @@ def plan(encoders: Sequence[str], tasks: Sequence[str], variants: Sequence[str],
 
 
 def make_jobs(
-    cells: Sequence[Cell],
-    encoders: Mapping[str, Any],
-    output: Path,
-    folder: Path,
-    settings: Sequence[str],
+    cells: Sequence[Cell], encoders: Mapping[str, Any], output: Path, folder: Path, settings: Sequence[str]
 ) -> tuple[dict[str, Job], dict[tuple[str, str], RunConfig]]:
     """All runs by name, the detector first if any starts from it, and the config of each (task, encoder) pair.
 

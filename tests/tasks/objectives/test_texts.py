@@ -103,10 +103,7 @@ def test_of_a_users_text_every_mask_is_predicted_and_no_other_word(tokenizer, tm
 
 @pytest.mark.parametrize(
     ("form", "question", "line", "answers"),
-    [
-        ("words", "what is it ?", "what is it ? ", {"red box", "blue"}),
-        ("left_out", "what is it", "what is it", {""}),
-    ],
+    [("words", "what is it ?", "what is it ? ", {"red box", "blue"}), ("left_out", "what is it", "what is it", {""})],
 )
 def test_one_of_the_answers_follows_a_question(tokenizer, form, question, line, answers):
     preprocessor = make_preprocessor(tokenizer, masked_words={"answer": form, "probability": 0.0})

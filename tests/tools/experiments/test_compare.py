@@ -141,10 +141,7 @@ def test_each_seed_is_a_run_of_its_own_and_the_table_has_mean_and_spread(compare
         "training_minutes": [1.5, 1.5],
     }
     lines = (output / "comparison.md").read_text(encoding="utf-8").splitlines()
-    assert lines[2:4] == [
-        "| joint | 0.870 (0.860 to 0.880) | 1.5 |",
-        "| as it is | 0.300 (0.300 to 0.300) | 1.5 |",
-    ]
+    assert lines[2:4] == ["| joint | 0.870 (0.860 to 0.880) | 1.5 |", "| as it is | 0.300 (0.300 to 0.300) | 1.5 |"]
     compare("--variant", "joint", "--metrics", "val/ceiling_gt_boxes", "val/accuracy_gt_boxes/relation")
     assert (output / "joint").is_dir() and "| joint | 1.000 | – | 1.5 |" in capsys.readouterr().out
 
