@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from e2e_vl.analysis.measures import (
     word_dependency,
 )
 from e2e_vl.analysis.options import AnalysisOptions, WordPiece
-from e2e_vl.data.batching import BatchLoader, ExampleDataset, GroupedBatchSampler
+from e2e_vl.data.batching import BatchLoader
 from e2e_vl.metrics.flickr30k import correct_candidates
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import AttentionBlock, AttentionGraph, Batch, TextRegions
@@ -144,17 +144,13 @@ class AttentionStatistics:
 
     def add(self, key: MeasureKey, measured: Measurement, *, per_sentence: bool) -> None:
         """Add the examples of one text."""
-        if key not in self.sums:
-            self.sums[key] = HeadSums.zero(*measured.hits.shape[:2], list(measured.baselines))
-        self.sums[key].add(measured, per_sentence=per_sentence)
+        zero = HeadSums.zero(*measured.hits.shape[:2], list(measured.baselines))
+        self.sums.setdefault(key, zero).add(measured, per_sentence=per_sentence)
 
     def merge(self, other: AttentionStatistics) -> None:
         """Add the results of another process."""
         for key, sums in other.sums.items():
-            if key in self.sums:
-                self.sums[key].merge(sums)
-            else:
-                self.sums[key] = sums
+            self.sums.setdefault(key, HeadSums.zero(*sums.hits.shape, list(sums.baselines))).merge(sums)
         self.counts.update(other.counts)
         self.texts += other.texts
 
@@ -190,42 +186,27 @@ class MeasureInputs:
 
 def collect_attention(
     model: VisionLanguageModel,
-    examples: ExampleDataset,
-    collate: Callable[..., Batch],
+    loader: BatchLoader,
     options: AnalysisOptions,
     accelerator: Accelerator,
     *,
-    images_per_batch: int,
-    workers: int = 0,
     sorted_boxes: bool = False,
-    max_images: int | None = None,
     keep_texts: Collection[int] = (),
 ) -> AttentionStatistics:
     """Compute all measures on a split; every process returns the totals.
 
     Args:
+        loader: the batches of this process.
         sorted_boxes: candidate boxes without scores are sorted by descending confidence.
         keep_texts: indices of the texts whose attention is kept for pictures.
     """
-    graphs = model.encoder.attention_graphs
-    groups = examples.groups if max_images is None else examples.groups[:max_images]
-    sampler = GroupedBatchSampler(
-        groups,
-        images_per_batch=images_per_batch,
-        shuffle=False,
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-    )
-    loader = BatchLoader(examples, sampler, collate, workers=workers)
     model.eval()
-    statistics = AttentionStatistics()
-    bar = tqdm(
-        loader, desc="attention", unit="batch", leave=False, delay=1, disable=not accelerator.is_local_main_process
-    )
+    statistics, total = AttentionStatistics(), AttentionStatistics()
+    hidden = not accelerator.is_local_main_process
+    bar = tqdm(loader, desc="attention", unit="batch", leave=False, delay=1, disable=hidden)
     with torch.no_grad(), bar:  # always float32: rounding to lower precision would create ties
         for batch in bar:
-            add_batch(statistics, model, batch.to(accelerator.device), graphs, options, sorted_boxes, keep_texts)
-    total = AttentionStatistics()
+            add_batch(statistics, model, batch.to(accelerator.device), options, sorted_boxes, keep_texts)
     for other in gather_object([statistics]):
         total.merge(other)
     total.texts.sort(key=lambda text: text.index)
@@ -236,7 +217,6 @@ def add_batch(
     statistics: AttentionStatistics,
     model: VisionLanguageModel,
     batch: Batch,
-    graphs: Mapping[str, AttentionGraph],
     options: AnalysisOptions,
     sorted_boxes: bool,
     keep_texts: Collection[int],
@@ -251,16 +231,11 @@ def add_batch(
     if scores is None and sorted_boxes and batch.boxes is not None:
         scores = [-torch.arange(len(rows), device=rows.device, dtype=torch.float32) for rows in batch.boxes]
     confidence = None if scores is None else text_regions.gather(scores, fill=-torch.inf)
-    length = batch.texts.input_ids.shape[1]
     for text, record in enumerate(batch.records):
-        inputs = make_inputs(
-            batch, text_regions, text, length, options, None if confidence is None else confidence[text]
-        )
-        maps = {
-            name: torch.stack([encoded.attentions[step][text] for step in graph.steps]).float()
-            for name, graph in graphs.items()
-        }
-        for name, graph in graphs.items():
+        inputs = make_inputs(batch, text_regions, text, options, None if confidence is None else confidence[text])
+        maps = {}
+        for name, graph in model.encoder.attention_graphs.items():
+            maps[name] = torch.stack([encoded.attentions[step][text] for step in graph.steps]).float()
             add_text(statistics, name, graph, maps[name], inputs, options)
         count_text(statistics.counts, inputs, options)
         if record["text_index"] in keep_texts:
@@ -282,7 +257,6 @@ def make_inputs(
     batch: Batch,
     regions: TextRegions,
     text: int,
-    length: int,
     options: AnalysisOptions,
     confidence: Float[Tensor, " R"] | None,
 ) -> MeasureInputs:
@@ -299,6 +273,7 @@ def make_inputs(
     baseline_scores = {LARGEST: sides.prod(dim=1).float()}
     if confidence is not None:
         baseline_scores = {CONFIDENCE: confidence.float(), **baseline_scores}
+    length = batch.texts.input_ids.shape[1]
     return MeasureInputs(caption, length, boxes, allowed, is_correct, baseline_scores)
 
 
@@ -347,18 +322,23 @@ def add_text(
     if not caption.is_parsed:
         return
     words = torch.from_numpy(caption.word_spans).to(device)
+
+    def put_pairs(measure: str, measured: Measurement, labels: Sequence[str]) -> None:
+        put(measure, measured)
+        for label in dict.fromkeys(labels):
+            put(measure, measured.select(torch.tensor([one == label for one in labels], device=device)), label)
+
     if REQUIRED_BLOCK[RELATIONS] in graph.blocks:
         pairs = list_grounded_pairs(caption, counted.tolist(), options)
         source, phrase, labels = split_pairs(pairs, device)
-        measured = measure_grounding(words[source], inputs.is_correct[phrase], options.word_piece)
-        add_by_label(put, RELATIONS, measured, labels)
+        put_pairs(RELATIONS, measure_grounding(words[source], inputs.is_correct[phrase], options.word_piece), labels)
     if REQUIRED_BLOCK[DEPENDENCIES] in graph.blocks:
         # words that share a wordpiece cannot be told apart
         pairs = [
             pair for pair in list_word_pairs(caption, options) if not share_wordpiece(caption.word_spans, *pair[:2])
         ]
         source, target, labels = split_pairs(pairs, device)
-        add_by_label(put, DEPENDENCIES, word_dependency(maps, words, target, source, options.word_piece), labels)
+        put_pairs(DEPENDENCIES, word_dependency(maps, words, target, source, options.word_piece), labels)
 
 
 def split_pairs(
@@ -367,14 +347,6 @@ def split_pairs(
     """First words, second words (or phrases) and labels of the pairs."""
     first, second = (torch.tensor([pair[i] for pair in pairs], dtype=torch.int64, device=device) for i in range(2))
     return first, second, [label for _, _, label in pairs]
-
-
-def add_by_label(put: Callable[..., None], measure: str, measured: Measurement, labels: Sequence[str]) -> None:
-    """Add the examples to the sums over all relations and to those of each relation."""
-    put(measure, measured)
-    for label in dict.fromkeys(labels):
-        kept = torch.tensor([one == label for one in labels], device=measured.hits.device)
-        put(measure, measured.select(kept), label)
 
 
 def counted_phrases(inputs: MeasureInputs, options: AnalysisOptions) -> Bool[Tensor, " phrases"]:

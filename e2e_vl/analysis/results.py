@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,6 @@ from e2e_vl.analysis.options import AnalysisOptions, parse_head
 from e2e_vl.drawing import BLUE, GREEN, RED, draw_boxes, draw_heat_map
 from e2e_vl.structures import AttentionBlock, AttentionGraph
 
-# descriptions of the baselines
-BASELINE_DESCRIPTIONS = {
-    CONFIDENCE: "always the region with the highest detection confidence (the paper's baseline)",
-    LARGEST: "always the largest region",
-    "chance": "a region (or word) drawn at random",
-    "previous word": "always the previous word",
-    "next word": "always the next word",
-}
 NO_CONFIDENCE = (
     "The regions have no detection confidences, so the paper's baseline (always the region with the highest one) "
     "cannot be computed; compare with the largest region and with chance."
@@ -86,22 +79,10 @@ class AnalysisResults:
 
     @property
     def notes(self) -> list[str]:
-        notes = []
-        if not any(CONFIDENCE in sums.baselines for sums in self.sums.values()):
-            notes.append(NO_CONFIDENCE)
-        if self.parses is None:
-            notes.append("Syntactic grounding needs parses; give --parses or --spacy.")
-        share = f"{100 * self.options.active_above:g} %"
-        notes.append(
-            f"A head is active if, on average over the examples of the measure, more than {share} of the attention of "
-            "the measured words is on regions."
-            if self.options.active_over == "examples"
-            else f"A head is active if, on average over all measured entities, more than {share} of their attention is "
-            "on regions; this also decides which heads are active for relations."
-        )
-        notes.append(f"A region is correct if its IoU with an annotated box is at least {self.options.min_iou:g}.")
-        notes.append("If several regions have the highest attention or baseline score, the first one counts.")
-        return notes
+        """What could not be measured, and why."""
+        missing = not any(CONFIDENCE in sums.baselines for sums in self.sums.values())
+        no_parses = "Syntactic grounding needs parses; give --parses or --spacy."
+        return [NO_CONFIDENCE] * missing + [no_parses] * (self.parses is None)
 
     def active_heads(self, graph: str, measure: str, label: str = ALL) -> Bool[Tensor, "layers heads"]:
         """The active heads of a measure, see `options.active_over`; all False without examples."""
@@ -120,21 +101,21 @@ class AnalysisResults:
     def summary(self, graph: str, measure: str, label: str = ALL) -> dict[str, Any]:
         """One measure as a JSON-ready dict: its best heads and baselines."""
         sums = self.get_sums(graph, measure, label)
-        found: dict[str, Any] = {
+        places = {"best_head": sums.best_head(), "best_active_head": self.best_active_head(graph, measure, label)}
+        return {
             "examples": sums.examples,
             "denominator": sums.count,
             "baselines": {name: sums.baseline_accuracy(name) for name in sums.baselines},
+        } | {
+            name: None
+            if place is None
+            else {
+                "head": self.options.head_name(*place),
+                "accuracy": float(sums.accuracy[place]),
+                "attention": float(sums.mean_attention[place]),
+            }
+            for name, place in places.items()
         }
-        places = {"best_head": sums.best_head(), "best_active_head": self.best_active_head(graph, measure, label)}
-        for name, place in places.items():
-            found[name] = None
-            if place is not None:
-                found[name] = {
-                    "head": self.options.head_name(*place),
-                    "accuracy": float(sums.accuracy[place]),
-                    "attention": float(sums.mean_attention[place]),
-                }
-        return found
 
     def summary_lines(self) -> list[str]:
         """A line per graph and measure, and per shown relation, then the notes."""
@@ -170,16 +151,10 @@ class AnalysisResults:
                 "shown_relations": self.relations[graph],
                 "measures": measures,
             }
+        own = ("run", "encoder", "data", "split", "images", "boxes", "parses", "notes")
         return {
-            "run": self.run,
-            "encoder": self.encoder,
-            "data": self.data,
-            "split": self.split,
-            "images": self.images,
-            "boxes": self.boxes,
-            "parses": self.parses,
+            **{name: getattr(self, name) for name in own},
             "options": {choice["name"]: choice["value"] for choice in self.options.describe()},
-            "notes": self.notes,
             "counts": dict(self.counts),
             "graphs": graphs,
         }
@@ -204,55 +179,45 @@ class AnalysisResults:
 
 
 def write_tables(folder: Path, results: AnalysisResults) -> None:
-    """Write `heads.csv`, `relations.csv` (every head of every measure and relation) and `table2_<graph>.csv`."""
-    write_csv(folder / "heads.csv", _head_rows(results, only_all=True))
-    write_csv(folder / "relations.csv", _head_rows(results, only_all=False))
+    """Write `heads.csv` (every head of every measure, over all relations and for each) and `table2_<graph>.csv`."""
+    write_csv(folder / "heads.csv", list(_head_rows(results)))
     for graph in results.graphs:
-        if rows := results.relation_rows(graph):
-            write_csv(folder / f"table2_{graph}.csv", rows)
+        write_csv(folder / f"table2_{graph}.csv", results.relation_rows(graph))
 
 
-def _head_rows(results: AnalysisResults, *, only_all: bool) -> Iterable[dict[str, Any]]:
+def _head_rows(results: AnalysisResults) -> Iterator[dict[str, Any]]:
     first = results.options.first_number
     for key, sums in results.sums.items():
-        if not sums.examples or (key.label == ALL) != only_all:
-            continue
-        is_active = results.active_heads(key.graph, key.measure, key.label).tolist()
+        is_active = results.active_heads(key.graph, key.measure, key.label) if sums.examples else sums.hits
         has_active = REQUIRED_BLOCK[key.measure] is AttentionBlock.WORDS_TO_REGIONS
-        names = {} if only_all else {"relation": key.label}
-        for layer, heads in enumerate(sums.accuracy.tolist()):
-            for head, accuracy in enumerate(heads):
-                yield {
-                    "graph": key.graph,
-                    "measure": key.measure,
-                    **names,
-                    "layer": layer + first,
-                    "head": head + first,
-                    "accuracy": accuracy,
-                    "attention": float(sums.mean_attention[layer, head]),
-                    "active": ("yes" if is_active[layer][head] else "no") if has_active else "",
-                    "examples": sums.examples,
-                }
+        for layer, head in itertools.product(*map(range, sums.hits.shape if sums.examples else (0, 0))):
+            yield {
+                "graph": key.graph,
+                "measure": key.measure,
+                "relation": key.label,
+                "layer": layer + first,
+                "head": head + first,
+                "accuracy": float(sums.accuracy[layer, head]),
+                "attention": float(sums.mean_attention[layer, head]),
+                "active": ("yes" if is_active[layer, head] else "no") if has_active else "",
+                "examples": sums.examples,
+            }
 
 
-def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows with a header; no file if there are no rows."""
-    rows = iter(rows)
-    first = next(rows, None)
-    if first is None:
-        return
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(first))
-        writer.writeheader()
-        writer.writerow(first)
-        writer.writerows(rows)
+    if rows:
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
 
 
 # Figures: accuracy of each head by layer, and pictures of attention
 
 ACTIVE, INACTIVE = "#1f5fa8", "#b9cfe8"  # colours of active heads and of others
 STYLES = {CONFIDENCE: ("#b3261e", "--"), LARGEST: ("#8a5a00", "-."), "chance": ("#666666", ":")}
-PANELS_PER_ROW = 3
+PANELS_PER_ROW, MAPS_PER_ROW = 2, 3  # more could not be read in a window of 800 pixels
 MAX_LABEL_LENGTH = 28  # characters of a relation in a title
 
 
@@ -336,7 +301,7 @@ def draw_maps(titles: Sequence[str], rows: Sequence[str], columns: Sequence[str]
         values: float [panels, rows, columns].
     """
     width, height = (max(3.2, 0.34 * len(names) + 1.4) for names in (columns, rows))
-    panels = min(PANELS_PER_ROW, len(titles)), math.ceil(len(titles) / PANELS_PER_ROW)
+    panels = min(MAPS_PER_ROW, len(titles)), math.ceil(len(titles) / MAPS_PER_ROW)
     figure = Figure(figsize=(width * panels[0], height * panels[1]), layout="constrained", dpi=110)
     for number, (title, panel) in enumerate(zip(titles, values, strict=True)):
         axes = figure.add_subplot(*panels[::-1], number + 1)
@@ -398,21 +363,16 @@ def find_best_heads(results: AnalysisResults) -> list[AttentionHead]:
     """Find the best (active) heads of each graph in entity grounding, or else in another measure of the graph."""
     found = []
     for graph, phrases in results.graphs.items():
-        number = 1
-        if REQUIRED_BLOCK[ENTITIES] in phrases.blocks:
-            measure, number = ENTITIES, BEST_HEADS
-        else:
-            measure = DEPENDENCIES if REQUIRED_BLOCK[DEPENDENCIES] in phrases.blocks else GROUPING
+        measure = next(one for one in (ENTITIES, DEPENDENCIES, GROUPING) if REQUIRED_BLOCK[one] in phrases.blocks)
         sums = results.get_sums(graph, measure)
         if sums is None:
             found.append(AttentionHead(graph, 0, 0))
             continue
-        ranked = sums.accuracy.clone()
         active = results.active_heads(graph, measure)
-        if measure == ENTITIES and active.any():
-            ranked[~active] = -1
-        order = ranked.flatten().argsort(descending=True, stable=True)[:number].tolist()
-        found += [AttentionHead(graph, *divmod(place, ranked.shape[1])) for place in order]
+        is_ranked_lower = ~active if measure == ENTITIES and active.any() else torch.zeros_like(active)
+        ranked = sums.accuracy.masked_fill(is_ranked_lower, -1).flatten().argsort(descending=True, stable=True)
+        number = BEST_HEADS if measure == ENTITIES else 1
+        found += [AttentionHead(graph, *divmod(place, active.shape[1])) for place in ranked[:number].tolist()]
     return found
 
 
@@ -521,7 +481,7 @@ def _region_overlay(
     total = float(seen.sum())
     best = int(np.where(allowed, seen, -1).argmax()) if allowed.any() else None
     is_correct = best is not None and bool(text.is_correct[phrase, best])
-    note = f"{100 * total:.0f} % of the attention is on regions"
+    note = f"{total:.2f} of the attention is on regions"
     if best is not None and source is None:
         note += f"; the most attended one is {'correct' if is_correct else 'wrong'}"
     shown = Overlay(text.index, text.caption.words, head.graph, title, note, path)

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import fnmatch
-import functools
-import io
 import itertools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import jinja2
 import msgspec
-from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from detector.errors import UserError
-from detector.io import atomic_folder, write_json, write_text
+from detector.images import load_image
+from detector.io import atomic_folder, write_json
 from e2e_vl.analysis.captions import CaptionPreprocessor, Parses, parse_with_spacy, read_parses
 from e2e_vl.analysis.collect import ENTITIES, RELATIONS, AttentionStatistics, choose_texts, collect_attention
 from e2e_vl.analysis.options import AnalysisOptions
 from e2e_vl.analysis.results import (
-    BASELINE_DESCRIPTIONS,
     AnalysisResults,
     AttentionHead,
     Overlay,
@@ -34,7 +29,7 @@ from e2e_vl.analysis.results import (
 )
 from e2e_vl.config import BoxSource, RunConfig, load_config
 from e2e_vl.data.base import open_options
-from e2e_vl.data.batching import ExampleDataset, collate
+from e2e_vl.data.batching import ExampleDataset
 from e2e_vl.data.image_loader import DetectedBoxes
 from e2e_vl.io import file_name
 from e2e_vl.model import VisionLanguageModel
@@ -46,10 +41,9 @@ from e2e_vl.run.build import (
     warn_of_random_boxes,
 )
 from e2e_vl.run.checkpoint import load_model
+from e2e_vl.run.evaluate import make_loader
 from e2e_vl.run.launch import make_accelerator
-
-PAGE = Path(__file__).with_name("attention_page.html.jinja")
-MAX_PICTURE_SIDE = 720  # of a picture on the page, pixels
+from e2e_vl.run.report import Picture, data_uri, encode_picture, render, typed_command
 
 
 def write_page(path: Path, results: AnalysisResults, figures: Mapping[str, bytes], overlays: Sequence[Overlay]) -> Path:
@@ -59,40 +53,24 @@ def write_page(path: Path, results: AnalysisResults, figures: Mapping[str, bytes
         figures: content of PNG files by name.
         overlays: pictures, grouped by caption.
     """
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["percent"] = lambda value: "–" if value is None else f"{100 * value:.2f}"
-    page = environment.from_string(PAGE.read_text(encoding="utf-8")).render(
+    return render(
+        *(path, "attention_page.html.jinja"),
         results=results,
-        measures={
-            graph: {name: results.summary(graph, name) for name in results.measures(graph)} for graph in results.graphs
-        },
-        relations={graph: results.relation_rows(graph) for graph in results.graphs},
-        baseline_words=BASELINE_DESCRIPTIONS,
-        figures={name: _uri(content, "png") for name, content in figures.items()},
+        command=typed_command("--run"),
+        figures={name: data_uri(content, "png") for name, content in figures.items()},
         captions=[
             (text, [(one, _picture(one)) for one in pictures])
             for (_, text), pictures in itertools.groupby(overlays, key=lambda one: (one.index, one.text))
         ],
     )
-    write_text(path, page)
-    return path
 
 
-def _picture(overlay: Overlay) -> str:
-    """The picture as a data URI, or "" without a picture."""
+def _picture(overlay: Overlay) -> Picture:
     if overlay.file is None:
-        return ""
-    buffer = io.BytesIO()
-    with Image.open(overlay.file, formats=("JPEG", "PNG")) as image:
-        image.thumbnail((MAX_PICTURE_SIDE, MAX_PICTURE_SIDE))
-        image.convert("RGB").save(buffer, "JPEG", quality=85)
-    return _uri(buffer.getvalue(), "jpeg")
-
-
-def _uri(content: bytes, kind: str) -> str:
-    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+        return Picture(problem=overlay.problem)
+    if overlay.file.suffix == ".png":  # maps of words, which would be illegible in a small picture
+        return Picture(data_uri(overlay.file.read_bytes(), "png"), is_wide=True)
+    return encode_picture(load_image(overlay.file, "RGB"))
 
 
 RESULTS_FOLDER = "attention"  # of a run directory
@@ -102,7 +80,6 @@ RESULT_FILES = (
     RESULTS_PAGE,
     "attention.json",
     "heads.csv",
-    "relations.csv",
     "table2_*.csv",
     "entities_*.png",
     "relations_*.png",
@@ -162,14 +139,11 @@ def analyze_attention(args: AnalysisArguments) -> tuple[AnalysisResults, Path | 
         texts = kind.texts_of(*open_options(kind, config.data), args.split)
         parses = parse_with_spacy(texts, args.spacy_model)
     examples = caption_examples(config, model, tokenizer, args, parses)
-    groups = examples.groups if args.max_images is None else examples.groups[: args.max_images]
+    groups = examples.groups[: args.max_images]
     heads = parse_heads(args.heads, graphs, args.options, model.encoder.config.num_attention_heads)
     found = collect_attention(
-        *(model, examples, functools.partial(collate, canvas=config.data.canvas), args.options, accelerator),
-        images_per_batch=config.eval.images_per_batch,
-        workers=config.data.workers,
+        *(model, make_loader(config, examples, accelerator, max_images=args.max_images), args.options, accelerator),
         sorted_boxes=isinstance(examples.loader.box_reader, DetectedBoxes),
-        max_images=args.max_images,
         keep_texts=choose_texts(groups, args.pictures, config.seed),
     )
     results = AnalysisResults(
@@ -182,10 +156,7 @@ def analyze_attention(args: AnalysisArguments) -> tuple[AnalysisResults, Path | 
         options=args.options,
         graphs=graphs,
         sums=found.sums,
-        counts={
-            **found.counts,
-            "captions skipped by the data set (whole split)": examples.dataset.left_out,
-        },
+        counts={**found.counts, "captions skipped by the data set (whole split)": examples.dataset.left_out},
         relations={graph: found.most_common_relations(graph, RELATIONS, args.options) for graph in graphs},
         images=len(groups),
     )

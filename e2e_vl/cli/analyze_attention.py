@@ -13,7 +13,7 @@ Syntactic grounding: the same for a word that is related to a word of the phrase
 All follow section 3 of VisualBERT's ACL paper; further options below cover what the paper does not specify. Each
 attention graph of an encoder (LXMERT: language, vision, cross) is measured separately.
 
-Writes to --output: attention.html (everything on one page), attention.json, heads.csv, relations.csv, table2_*.csv,
+Writes to --output: attention.html (everything on one page), attention.json, heads.csv, table2_*.csv,
 figures, and overlays/*.jpg (regions coloured by the attention of phrases). See docs/analysis.md.
 """
 

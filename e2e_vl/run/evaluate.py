@@ -229,6 +229,33 @@ def compute_metrics(task: Task, predictions: Sequence[Prediction]) -> dict[str, 
     return ({} if has_only_phrases else task.metrics(judged)) | grounding_metrics(predictions)
 
 
+def make_loader(
+    config: RunConfig,
+    examples: ExampleDataset,
+    accelerator: Accelerator,
+    *,
+    max_images: int | None = None,
+    unreadable: list[Unreadable] | None = None,
+) -> BatchLoader:
+    """The batches of this process, of the first `max_images` images (None: all), each image once.
+
+    Processes receive whole batches: features depend slightly on padding, so the composition of a batch must not depend
+    on the number of processes.
+
+    Args:
+        unreadable: see `BatchLoader`.
+    """
+    sampler = GroupedBatchSampler(
+        examples.groups[:max_images],
+        images_per_batch=config.eval.images_per_batch,
+        shuffle=False,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+    )
+    joined = functools.partial(collate, canvas=config.data.canvas)
+    return BatchLoader(examples, sampler, joined, workers=config.data.workers, unreadable=unreadable)
+
+
 def predict_texts(
     config: RunConfig,
     model: VisionLanguageModel,
@@ -242,25 +269,13 @@ def predict_texts(
 ) -> list[Prediction]:
     """Predict every text of a split, with `correct`; the result is empty on all but the main process.
 
-    Processes receive whole batches: features depend slightly on padding, so the composition of a batch must not depend
-    on the number of processes.
-
     Args:
         losses: accumulates the losses of the task and of phrases.
         unreadable: collects missing and unreadable images of all processes, which are skipped and logged; None: such
             an image raises an error.
     """
-    groups = examples.groups[:max_images] if max_images is not None else examples.groups
-    sampler = GroupedBatchSampler(
-        groups,
-        images_per_batch=config.eval.images_per_batch,
-        shuffle=False,
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-    )
     skipped = None if unreadable is None else []
-    joined = functools.partial(collate, canvas=config.data.canvas)
-    loader = BatchLoader(examples, sampler, joined, workers=config.data.workers, unreadable=skipped)
+    loader = make_loader(config, examples, accelerator, max_images=max_images, unreadable=skipped)
     was_training = model.training
     model.eval()
     if accelerator.num_processes > 1:  # use the batch statistics of the main process, as `save_model` does

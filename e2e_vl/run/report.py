@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jinja2
 import msgspec
 import numpy as np
+from jaxtyping import UInt8
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -398,8 +399,11 @@ def draw_prediction(task: Task, prediction: Prediction) -> Picture:
         drawn = task.draw(prediction)
     except (OSError, ValueError) as error:  # the image is in an archive, or was moved since
         return Picture(problem=str(error))
-    if drawn is None:
-        return Picture()
+    return Picture() if drawn is None else encode_picture(drawn)
+
+
+def encode_picture(drawn: UInt8[np.ndarray, "height width 3"]) -> Picture:
+    """An RGB picture in the size of the page."""
     buffer, image = io.BytesIO(), Image.fromarray(drawn)
     factor = min((MAX_PICTURE_AREA / (image.width * image.height)) ** 0.5, 1)
     size = (max(round(image.width * factor), 1), max(round(image.height * factor), 1))

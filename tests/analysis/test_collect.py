@@ -159,14 +159,16 @@ def test_confidences_come_from_the_detector_or_from_the_order_of_a_file(scores, 
     maps[0, 0, 2, 6], maps[0, 0, 2, 7] = 0.6, 0.4  # "star" looks at the whole image, then at region 0
     encoded = EncoderOutput(torch.zeros(1, 6, 2), torch.zeros(1, 4, 2), attentions=(maps,))
     model = SimpleNamespace(
-        encoder=SimpleNamespace(uses_whole_image=True),
+        encoder=SimpleNamespace(
+            uses_whole_image=True,
+            attention_graphs={"g": AttentionGraph((0,), frozenset({AttentionBlock.WORDS_TO_REGIONS}))},
+        ),
         encode=lambda batch, output_attentions: (regions, of_text, encoded),
     )
-    graphs = {"g": AttentionGraph((0,), frozenset({AttentionBlock.WORDS_TO_REGIONS}))}
     found = {}
     for whole_image in ("excluded", "candidate"):
         one = AttentionStatistics()
-        add_batch(one, model, batch, graphs, AnalysisOptions(whole_image=whole_image), sorted_boxes, [0])
+        add_batch(one, model, batch, AnalysisOptions(whole_image=whole_image), sorted_boxes, [0])
         found[whole_image] = one.sums[MeasureKey("g", ENTITIES)]
         assert one.texts[0].region_boxes[1:].tolist() == BOXES.tolist(), "in pixels of the original image"
     sums = found["excluded"]

@@ -80,8 +80,8 @@ def test_heads_are_active_over_the_examples_of_a_relation_or_over_entities(tmp_p
     assert found.best_active_head("g", DEPENDENCIES) == (0, 1), "words among themselves read no regions"
     assert find_best_heads(found)[0] == AttentionHead("g", 0, 0)
     write_tables(tmp_path, found)
-    with (tmp_path / "relations.csv").open() as file:
-        assert [one["active"] for one in csv.DictReader(file)] == active
+    with (tmp_path / "heads.csv").open() as file:
+        assert [one["active"] for one in csv.DictReader(file) if one["relation"] == "amod"] == active
     picture, other = (draw_head_figure(one, "g", RELATIONS, ["amod"]) for one in (found, two_heads()))
     assert picture.startswith(b"\x89PNG") and (picture == other) == (over == "examples")
 
@@ -133,7 +133,7 @@ def test_pictures_of_images_of_any_shape(tmp_path, size):
     heads = [AttentionHead("joint", 0, 0), AttentionHead("language", 1, 0)]
     region, word = draw_overlays(tmp_path / "out", results(first_number=1), [seen(file, size)], heads)
     assert region.file.name == "000007_joint_1-1_0.jpg" and word.file.name == "000007_language_2-1.png"
-    assert "50 % of the attention is on regions; the most attended one is correct" in region.note
+    assert "0.50 of the attention is on regions; the most attended one is correct" in region.note
     for overlay in (region, word):
         with Image.open(overlay.file) as picture:
             assert min(picture.size) >= 160 and 300 <= max(picture.size) <= 1600
@@ -152,7 +152,7 @@ def test_pictures_show_what_the_head_word_attends_to(tmp_path):
         found = draw_overlays(tmp_path, results(**options), [text], [AttentionHead("joint", 0, 0)])
         return [one.note.partition(" of")[0] for one in found]
 
-    assert notes(entity_piece="head") == ["80 %"] and notes() == ["50 %", "50 %"]
+    assert notes(entity_piece="head") == ["0.80"] and notes() == ["0.50", "0.50"]
 
 
 def test_pictures_are_of_the_chosen_layer_and_head(tmp_path):
@@ -163,7 +163,7 @@ def test_pictures_are_of_the_chosen_layer_and_head(tmp_path):
     text = dataclasses.replace(seen(tmp_path / "no.png"), maps={"joint": maps})
     chosen = [AttentionHead("joint", layer, head) for layer in (0, 1) for head in (0, 1, 2)]
     found = draw_overlays(tmp_path / "out", results(graphs, first_number=1), [text], chosen)
-    assert [one.note.partition(" %")[0] for one in found] == ["10", "20", "30", "40", "50", "60"]
+    assert [one.note.partition(" of")[0] for one in found] == [f"0.{number}0" for number in range(1, 7)]
     assert [one.title.rpartition(" ")[2] for one in found] == ["1-1", "1-2", "1-3", "2-1", "2-2", "2-3"]
 
 

@@ -142,7 +142,7 @@ def lesson(model: VisionLanguageModel, batch):
         _, regions, _ = model.encode(batch)
     owner, place, wanted = [], [], []
     for text in range(len(batch)):
-        view = make_inputs(batch, regions, text, batch.texts.input_ids.shape[1], AnalysisOptions(), None)
+        view = make_inputs(batch, regions, text, AnalysisOptions(), None)
         for (_, end), right in zip(view.caption.phrase_spans.tolist(), view.is_correct, strict=True):
             if right.any():
                 owner.append(text)
@@ -231,7 +231,7 @@ def test_the_command_writes_tables_of_what_was_measured(output):
     assert found["options"]["--entity-piece"] == "last" and found["counts"]["captions without a parse"] == 0
     assert not any("highest one" in note for note in found["notes"]), "there are confidences"
     with (output / "heads.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["measure"] == ENTITIES]
+        rows = [row for row in csv.DictReader(file) if (row["measure"], row["relation"]) == (ENTITIES, "")]
     assert len(rows) == np.size(entities["accuracy"])
     for row in rows:
         layer, head = int(row["layer"]), int(row["head"])
@@ -355,7 +355,7 @@ def test_three_graphs_are_measured_one_by_one(run, parses, tmp_path):
     assert cross["denominator"] == found["counts"]["captions"] < cross["examples"]
     assert np.array(cross["attention"][0]) == pytest.approx(1), "words read nothing but regions"
     assert "amod, to its governor" in found["graphs"]["cross"]["shown_relations"]
-    assert (output / "heads.csv").read_text().splitlines()[1].startswith("language,word dependency,1,1,")
+    assert (output / "heads.csv").read_text().splitlines()[1].startswith("language,word dependency,,1,1,")
     names = {path.name.split("_")[1] for path in (output / "overlays").iterdir()}
     assert names == {"language", "vision", "cross"}
 
