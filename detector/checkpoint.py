@@ -50,6 +50,7 @@ ATTRIBUTE_HEAD = tuple(f"{PREDICTOR}{layer}." for layer in ("cls_embedding", "fc
 EXPECT: dict[str, dict[str, Sequence[str]]] = {
     "all": {"allow_unexpected": UNUSED_KEYS},
     "no_attributes": {"allow_unexpected": (*UNUSED_KEYS, *ATTRIBUTE_HEAD), "allow_missing": ATTRIBUTE_HEAD},
+    "no_predictor": {"allow_unexpected": UNUSED_KEYS, "allow_missing": (PREDICTOR,)},
     "backbone": {},  # `load_checkpoint` sets `only`
 }
 
@@ -202,7 +203,8 @@ def load_weights(
         unexpected=[n for n in report.unexpected if n.startswith(wanted) and not n.startswith(tuple(allow_unexpected))],
     )
     if not refused.is_complete:
-        part = " To load a part of it, expect no_attributes or backbone." if isinstance(module, Detector) else ""
+        part = " To load a part of it, expect no_attributes, no_predictor or backbone."
+        part = part if isinstance(module, Detector) else ""
         raise UserError(
             f"{source} does not fit the model's config: {refused.summary()}. Use the config it was trained with.{part}"
         )
@@ -235,14 +237,15 @@ def _drop_config_buffers(config: DetectorConfig, tensors: dict[str, Tensor], sou
 
 
 def load_checkpoint(
-    detector: Detector, path: str | Path, *, expect: Literal["all", "no_attributes", "backbone"] = "all"
+    detector: Detector, path: str | Path, *, expect: Literal["all", "no_attributes", "no_predictor", "backbone"] = "all"
 ) -> LoadReport:
     """Load a saved or published checkpoint into a detector.
 
     Args:
         path: see `read_weights`. Class names are loaded from the same folder if it has them.
         expect: the part of the detector that the file must contain. "no_attributes": all but the attribute head, which
-            may be missing from the file or from the detector. "backbone": stem to res5; the RPN and the box predictor
+            may be missing from the file or from the detector. "no_predictor": all but the box predictor, which keeps
+            its values: for a detector of other classes. "backbone": stem to res5; the RPN and the box predictor
             keep their values even if the file contains them.
     """
     weights = read_weights(path)
@@ -256,6 +259,8 @@ def load_checkpoint(
         norm_eps=weights.norm_eps,
     )
     options = EXPECT[expect]
+    if expect == "no_predictor":
+        tensors = {name: value for name, value in tensors.items() if not name.startswith(PREDICTOR)}
     if expect == "backbone":
         options = {"only": next(trunk for trunk in TRUNKS if any(name.startswith(trunk) for name in names))}
     report = load_weights(detector, tensors, path, layout=layout, **options)
@@ -269,7 +274,7 @@ def load_checkpoint(
                 "%s.yaml in detector/published for the right config.",
                 *(published.name, ", ".join(different), published.config),
             )
-    if expect == "backbone":
+    if expect in ("no_predictor", "backbone"):  # the classes are not those of the file
         return report
     load_class_names(detector, weights.path.parent)
     if detector.class_names is None and published is not None:

@@ -80,7 +80,12 @@ RES5_HEADS, STANDARD_HEADS = "Res5ROIHeads", "StandardROIHeads"
 STAGES = ("res2", "res3", "res4", "res5")
 NORM_EPS = 1e-5  # epsilon of frozen batch norms, as in Detectron2
 BACKENDS = ("builtin", "detectron2")  # detectors that this file configures
-EXPECTED_PARTS = ("all", "no_attributes", "backbone")  # what a weights file must contain, see `EXPECT` in checkpoint.py
+EXPECTED_PARTS = (
+    "all",
+    "no_attributes",
+    "no_predictor",
+    "backbone",
+)  # of a weights file, see `EXPECT` in checkpoint.py
 
 # Types of fields. Some special values of Detectron2 are not supported (MIN_SIZE_TEST 0, DETECTIONS_PER_IMAGE -1).
 PositiveInt = Annotated[int, Meta(ge=1)]

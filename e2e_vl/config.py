@@ -161,7 +161,7 @@ class DetectorSettings(Settings, frozen=True):
     overrides: dict[str, Any] = {}  # nested Detectron2 keys that override the file
     weights: str | None = None  # published weights by name, a file or a folder to start from; None = random
     # what the weights must contain; the rest is initialised randomly
-    expect: Literal["all", "no_attributes", "backbone"] = "all"
+    expect: Literal["all", "no_attributes", "no_predictor", "backbone"] = "all"
     freeze: bool = False  # keep the initial weights and batch statistics of the whole detector
     # weight of the detection losses relative to the task's; 0 = not computed, and the RPN and box predictor are frozen
     loss_weight: NonNegativeFloat = 0.0
@@ -177,7 +177,7 @@ class DetectorSettings(Settings, frozen=True):
     def proposes_at_random(self) -> bool:
         """Whether the RPN and the box head are untrained, so predicted boxes are meaningless."""
         is_trained = self.loss_weight > 0 and not self.freeze
-        is_loaded = self.weights is not None and self.expect != "backbone"
+        is_loaded = self.weights is not None and self.expect not in ("no_predictor", "backbone")
         return self.backend != "precomputed" and not is_trained and not is_loaded
 
 

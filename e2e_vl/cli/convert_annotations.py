@@ -78,7 +78,7 @@ def convert(boxes: Sequence[Box], rows: Sequence[Row], photos: Photos, val: floa
         x, y, right, bottom = max(x, 0), max(y, 0), min(x + width, image["width"]), min(y + height, image["height"])
         box = [round(value, 2) for value in (x, y, right - x, bottom - y)]
         ids = {"image_id": image["id"], "category_id": categories[one.category]}
-        new = {"id": len(annotations) + 1, **ids, "bbox": box, "area": box[2] * box[3], "iscrowd": 0}
+        new = {"id": len(annotations) + 1, **ids, "bbox": box, "area": box[2] * box[3], "iscrowd": int(one.is_crowd)}
         target = found[one.photo][str(one.id)] = annotations.setdefault((one.photo, one.category, *box), new)
         texts += [(target, one.text)] if one.text else []
     chosen = random.Random(0).sample(names, round(val * len(names)))

@@ -32,6 +32,7 @@ class Box(Record):
     id: Id | None  # of COCO's annotation; elsewhere the number of the shape, line or row in its file, from 1
     category: str
     box: FourNumbers
+    is_crowd: bool = False
     text: str | None = None  # an expression that the annotations have for it
 
 
@@ -93,10 +94,12 @@ def read_boxes(source: Path, photos: Photos) -> Iterator[Box]:
     """All boxes of a CSV, COCO or LabelMe file, or of a folder with such JSON files or with YOLO's text files."""
     if source.suffix == ".csv":
         for number, row in enumerate(read_rows(source), start=1):
-            yield Box(photos.find(row.image), number, row.label, row.box, row.text)
+            if not row.label or not isinstance(row.box, tuple):
+                raise UserError(f"{source}, row {number}: a box needs the columns image, label, x, y, width and height.")
+            yield Box(photos.find(row.image), number, row.label, row.box, text=row.text)
         return
     files = [source] if source.is_file() else sorted(source.rglob("*.json"))
-    kinds = {path: {"annotations", "shapes"} & set(read_json(path)) for path in files}
+    kinds = {path: [key for key in ("annotations", "shapes") if key in read_json(path)] for path in files}
     for path in (path for path in files if kinds[path]):
         yield from (_read_labelme if "shapes" in kinds[path] else _read_coco)(path, photos)
     if not any(kinds.values()):
@@ -128,7 +131,8 @@ def _read_coco(path: Path, photos: Photos) -> Iterator[Box]:
         photos.size(found[one.id], (one.width, one.height))
     for row in content.annotations:
         with reading(f"{path}: annotation {row.id}", KeyError):
-            yield Box(found[row.image_id], row.id, names[row.category_id], row.bbox, row.attributes.get("expression"))
+            photo, category = found[row.image_id], names[row.category_id]
+        yield Box(photo, row.id, category, row.bbox, bool(row.iscrowd), row.attributes.get("expression"))
 
 
 def _read_labelme(path: Path, photos: Photos) -> Iterator[Box]:
@@ -140,7 +144,7 @@ def _read_labelme(path: Path, photos: Photos) -> Iterator[Box]:
         if shape.shape_type == "circle":  # its centre and a point of its edge
             points = points[0] + np.linalg.norm(points[1] - points[0]) * np.array([[-1, -1], [1, 1]])
         if shape.shape_type not in ("point", "points", "line", "linestrip"):
-            yield Box(photo, number, shape.label, _around(points), shape.description)
+            yield Box(photo, number, shape.label, _around(points), text=shape.description)
 
 
 def _read_yolo(folder: Path, photos: Photos) -> Iterator[Box]:

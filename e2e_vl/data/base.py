@@ -120,8 +120,8 @@ class VLDataset(abc.ABC):
             if normalise_class_name(name) != normalise_class_name(other):
                 raise UserError(
                     f"Class {number} is '{name}' in the data set, but '{other}' in the detector's weights; use a file "
-                    "with the categories of the weights, or start a detector of the data set's classes from a backbone "
-                    "(detector.expect=backbone)."
+                    "with the categories of the weights, or start a detector of the data set's classes from the other "
+                    "parts of the weights (detector.expect=no_predictor)."
                 )
 
 

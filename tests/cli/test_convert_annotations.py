@@ -166,7 +166,7 @@ def test_expressions_come_from_an_attribute_in_cvat_and_boxes_are_clipped(tmp_pa
         (lambda e, p: (p / "other").mkdir() or (p / "other" / "a.jpg").touch(), ["2 photos have the name", "a.jpg"]),
         (lambda e, p: Image.new("RGB", (100, 80)).save(p / "b.jpg"), ["b.jpg", "(80, 100)", "(100, 80)"]),
         (lambda e, p: e.write_text(e.read_text().replace('"image_id": 1', '"image_id": 7')), ["annotation 2"]),
-        (lambda e, p: e.write_text('{"info": {}}'), ["no JSON of COCO or LabelMe", "classes.txt"]),
+        (lambda e, p: e.write_text('[{"id": 1, "annotations": []}]'), ["no JSON of COCO or LabelMe", "classes.txt"]),
         (lambda e, p: p.with_name("t.csv").write_text("image,box,text\na.jpg,7,the cup\n"), ["the cup", "7", "0, 1"]),
         (lambda e, p: p.with_name("t.csv").write_text("image,x,text\na.jpg,far,the cup\n"), ["t.csv", "far"]),
     ],

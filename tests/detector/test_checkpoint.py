@@ -110,6 +110,24 @@ def test_a_backbone_alone_from_a_detector_of_other_classes(tmp_path: Path, plain
         load_checkpoint(model, tmp_path / "a.pth", expect="backbone")
 
 
+@pytest.mark.parametrize("tree", [published.TREE, published.FPN_TREE], ids=["C4 with attributes", "FPN"])
+def test_everything_but_the_classes_from_a_detector_of_other_classes(tmp_path: Path, tree: dict):
+    state = published.make(tree, 0).state_dict()
+    save_weights(state, tmp_path / "a.pth")
+    tree = copy.deepcopy(tree)
+    tree["MODEL"]["ROI_HEADS"]["NUM_CLASSES"] = 9
+    tree["MODEL"]["ROI_BOX_HEAD"].pop("ATTRIBUTES", None)
+    model = published.make(tree, 3)
+    start = copy.deepcopy(model.state_dict())
+    load_checkpoint(model, tmp_path / "a.pth", expect="no_predictor")
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, (start if "box_predictor" in name else state)[name]), name
+    del state["proposal_generator.rpn_head.conv.weight"]
+    save_weights(state, tmp_path / "a.pth")
+    with pytest.raises(UserError, match="1 missing"):
+        load_checkpoint(model, tmp_path / "a.pth", expect="no_predictor")
+
+
 def test_without_detectron2_choosing_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
     for name in [name for name in sys.modules if name.startswith("detectron2.")]:
         monkeypatch.delitem(sys.modules, name)
