@@ -95,7 +95,9 @@ def read_boxes(source: Path, photos: Photos) -> Iterator[Box]:
     if source.suffix == ".csv":
         for number, row in enumerate(read_rows(source), start=1):
             if not row.label or not isinstance(row.box, tuple):
-                raise UserError(f"{source}, row {number}: a box needs the columns image, label, x, y, width and height.")
+                raise UserError(
+                    f"{source}, row {number}: a box needs the columns image, label, x, y, width and height."
+                )
             yield Box(photos.find(row.image), number, row.label, row.box, text=row.text)
         return
     files = [source] if source.is_file() else sorted(source.rglob("*.json"))

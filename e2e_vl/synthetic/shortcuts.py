@@ -71,6 +71,11 @@ def _referring(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Tries:
                 rules[rule] = float(target == choose(fits, key=far.__getitem__)) if landmark else 1 / len(fits)
             families = ("", f"{said.family}/") if said.operator else ("",)  # the first phrase can be all that is said
             yield from ((family + rule, score) for rule, score in rules.items() for family in families)
+        for reference in scene.without_target:
+            yield (
+                "without a target/nothing fits the first phrase",
+                not _fitting(reference.expression.description, scene),
+            )
 
 
 def _answering(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Tries:

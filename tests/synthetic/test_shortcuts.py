@@ -28,6 +28,7 @@ BOUNDS = {  # format -> rule -> most that it may reach, also in each family
         "largest that fits the first phrase": 0.65,
         "nearest to the landmark": 0.62,
         "farthest from the landmark": 0.62,
+        "nothing fits the first phrase": 0.8,
     },
 }
 
@@ -35,7 +36,8 @@ BOUNDS = {  # format -> rule -> most that it may reach, also in each family
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("shortcuts") / "data"
-    language = LanguageConfig(family_mix={"attribute": 0.2, "superlative": 0.1, "comparison": 0.2, "relation": 0.5})
+    mix = {"attribute": 0.2, "superlative": 0.1, "comparison": 0.2, "relation": 0.5}
+    language = LanguageConfig(family_mix=mix, no_target=0.1)
     make_scenes(path, scenes={"val": 160}, seed=3, language=language, formats=[*BOUNDS])
     return path
 
