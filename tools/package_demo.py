@@ -25,6 +25,7 @@ from e2e_vl.config import BoxSource, RunConfig, differences, load_config
 from e2e_vl.io import DEMO
 from e2e_vl.run.build import open_split
 from e2e_vl.run.checkpoint import load_saved_config, save_model
+from e2e_vl.samples import SampleText
 from e2e_vl.synthetic.language import RELATIONS
 
 SCENES = 12
@@ -69,8 +70,12 @@ def copy_scenes(config: RunConfig, folder: Path, split: str = "test") -> list[di
     data, scenes = open_split(config, split, BoxSource.ONLINE, training=False), []
     for number, group in enumerate(list(data.groups)[:SCENES], start=1):
         sample = data.sample(list(group))
-        first = {bool(text.truth.boxes) and text.metadata["family"].split("/")[0]: text for text in sample.texts[::-1]}
-        texts = sorted(first.values(), key=lambda text: text.index)
+        first: dict[str, SampleText] = {}  # by family, each about another object
+        for text in sample.texts:
+            family = text.metadata["family"].split("/")[0] if text.truth.boxes else "nothing"
+            if family not in first and text.truth.boxes not in [one.truth.boxes for one in first.values()]:
+                first[family] = text
+        texts = list(first.values())
         boxes = [next(iter(text.truth.boxes), None) for text in texts]
         image = folder / f"scene_{number:02d}.jpg"
         shutil.copy(sample.images[0].file, image)
