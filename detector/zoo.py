@@ -130,25 +130,28 @@ def download_weights(weights: PublishedWeights) -> Path:
             raise MissingFileError(
                 f"{weights.name} cannot be downloaded from {weights.address} ({first_line(error)}); {by_hand}."
             ) from error
-    difference = _difference(weights, path)
+    difference = file_difference(path, weights.checksum)
     if difference:
         raise UserError(f"{path} is not the published file: {difference}; delete it to load it again, or {by_hand}.")
     return path
 
 
-def _difference(weights: PublishedWeights, path: Path) -> str:
-    """Describe why a file cannot be the published one; "" if it can."""
-    if path.stat().st_size == 0:
+def file_difference(path: Path, checksum: str, size: int | None = None) -> str:
+    """Describe why a file cannot be the published one; "" if it can. A checksum may be the first digits only."""
+    found = path.stat().st_size
+    if found == 0:
         return "it is empty"
     with path.open("rb") as file:
         if file.read(512).lstrip()[:5].lower() in (b"<!doc", b"<html"):
             return "it is a web page"
-        if weights.checksum:
-            algorithm, digits = weights.checksum.split(":")
+        if size is not None and found != size:
+            return f"it has {found:,} bytes instead of {size:,}"
+        if checksum:
+            algorithm, digits = checksum.split(":")
             file.seek(0)
-            found = hashlib.file_digest(file, algorithm).hexdigest()
-            if not found.startswith(digits):
-                return f"its {algorithm} starts with {found[: len(digits)]} instead of {digits}"
+            hexdigits = hashlib.file_digest(file, algorithm).hexdigest()
+            if not hexdigits.startswith(digits):
+                return f"its {algorithm} starts with {hexdigits[: len(digits)]} instead of {digits}"
     return ""
 
 

@@ -56,6 +56,7 @@ def print_errors(main: Callable[..., int]) -> Callable[..., int]:
 
 # name -> function (imported when called) and description
 COMMANDS = {
+    "download": ("download:main", "download data sets, published weights and features by name"),
     "check-data": ("check_data:main", "check annotation files, and find images shared between data sets"),
     "train": ("run:train", "train detector, encoder and task together"),
     "evaluate": ("run:evaluate", "evaluate a trained run on a split"),

@@ -39,9 +39,8 @@ class PublishedFile(Settings, frozen=True):
     """A file or folder that is published, and where the chains expect it."""
 
     path: str  # relative to --data
-    address: str  # where the project publishes it
-    size: str = ""  # as published; "" = unknown
-    checksum: str = ""  # such as sha256:...; "" = unknown
+    download: str = ""  # name for `e2e-vl download`
+    address: str = ""  # without such a name: where the project publishes it
 
 
 class Step(Settings, frozen=True):
@@ -184,7 +183,8 @@ class Chain:
                     yield "   GFLOP of an example, GiB of each GPU, and hours on 1 / all GPUs in bf16, not measured:"
                     yield from (f"   {line}" for line in done.stdout.splitlines() if "---" not in line)
         for file in self.missing():
-            yield " ".join(["missing:", str(self.data / file.path), file.address, file.size, file.checksum]).rstrip()
+            how = f"e2e-vl download {file.download} --data {self.data}" if file.download else file.address
+            yield f"missing: {self.data / file.path}: {how}"
         differs = (*self.paper.differs, *(step.differs for step in self.steps.values()), self.row.differs)
         yield from (f"differs: {text}" for text in dict.fromkeys(filter(None, differs)))
 

@@ -36,6 +36,7 @@ for name, *words in json.loads(sys.argv[1]):
 print(json.dumps(answers))
 """
 REQUIRED = {
+    "download": "x",
     "check-data": "--config x",
     "train": "--config x",
     "evaluate": "--run x",
@@ -60,6 +61,7 @@ WRONG = {  # words after e2e-vl -> part of the one sentence
     "train --config tiny/refcco": "there is no such config; did you mean tiny/refcoco",
     f"check-data --config {TINY} train.learning_rate=1": NEAR,
     f"check-data --config {TINY} --with nowhere.yaml": "nowhere.yaml",
+    "download refcocoo": "did you mean 'refcoco'?",
     "evaluate --run RUN train.learning_rate=1": NEAR,
     "evaluate --run nowhere": "nowhere contains no trained model",
     "analyze-attention --run RUN --min-iou 2": "min_iou",
