@@ -40,7 +40,8 @@ def align_rois(
     Returns:
         RoI maps with S = ceil(side / stride), on CPU in channels-last memory format.
     """
-    if features.device.type != "cpu" or not len(rois):  # `embedding_bag` crashes in backward without bags
+    # `embedding_bag` crashes in backward without bags; what is exported must not depend on data
+    if features.device.type != "cpu" or not len(rois) or torch.compiler.is_compiling():
         maps = roi_align(features, rois, (side, side), spatial_scale, sampling_ratio, aligned)
         return maps[:, :, ::stride, ::stride]
     _, channels, height, width = features.shape

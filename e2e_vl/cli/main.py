@@ -68,6 +68,7 @@ COMMANDS = {
     "analyze-attention": ("analyze_attention:main", "measure what attention heads ground"),
     "convert": ("convert:main", "convert published weights, or export a trained run to an official format"),
     "convert-annotations": ("convert_annotations:main", "convert the export of an annotation tool to training data"),
+    "export": ("export:main", "export detector and encoder with torch.export"),
     "reproduce": ("reproduce:main", "run the chain of commands that leads to a row of a paper's table"),
     "synthesize": ("synthesize:main", "draw a data set of scenes in the official formats"),
 }

@@ -299,9 +299,12 @@ class RelativeGeometryBias(nn.Module):
         The bias of texts with the same boxes, usually texts about one image, is computed once.
         """
         places = torch.cat([boxes, image_sizes.to(boxes.dtype)], dim=-1).flatten(1).detach()
-        distinct, which = torch.unique(places, dim=0, return_inverse=True)
-        # one of the texts with these boxes
-        text = which.new_zeros(len(distinct)).scatter(0, which, torch.arange(len(which), device=which.device))
+        if len(places) == 1:  # without `unique`, so that it can be exported
+            text = which = torch.zeros(1, dtype=torch.long, device=places.device)
+        else:
+            distinct, which = torch.unique(places, dim=0, return_inverse=True)
+            # one of the texts with these boxes
+            text = which.new_zeros(len(distinct)).scatter(0, which, torch.arange(len(which), device=which.device))
         numbers = INPUT_SCALE * relative_geometry(boxes[text], image_sizes[text]).to(self.hidden[0].weight.dtype)
         return [
             (output(F.gelu(hidden(numbers))).index_select(0, which) * is_pair[..., None]).permute(0, 3, 1, 2)

@@ -48,6 +48,7 @@ REQUIRED = {
     "analyze-attention": "--run x",
     "convert": "x --output x",
     "convert-annotations": "x --output x",
+    "export": "--run x --output x",
     "reproduce": "x",
     "synthesize": "--output x",
 }

@@ -1,0 +1,125 @@
+"""Export a trained run's detector and encoder with `torch.export`, for inputs of fixed sizes.
+
+    e2e-vl export --run runs/demo_refcoco --output DIR --image-size 256 256 --boxes 20 --words 24
+
+Writes DIR/detector.pt2 and DIR/encoder.pt2, which `torch.export.load(FILE).module()` reads without this package:
+  detector   pixels float32 [1, 3, H, W], as the detector's config has them (channels, mean, standard deviation), and
+             boxes float32 [R, 4] in these pixels -> features float32 [R, D], class logits [R, K + 1]; the features of
+             the whole image are those of the box [0, 0, W - 1, H - 1]
+  encoder    wordpieces and segments int64 [1, L], their mask bool [1, L], features [1, R, D], boxes [1, R, 4] and their
+             mask bool [1, R] -> words float32 [1, L, E], regions [1, R, E]; for an encoder that uses the whole image
+             it is row 0
+Masks are True at real entries, which come first. Finding boxes (NMS) and the task's head are not exported. The exported
+programs are reloaded and compared with the model; a difference above 1e-5 is an error.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from detector.errors import UserError
+from detector.io import atomic_files
+from e2e_vl.cli.main import make_parser, print_errors
+from e2e_vl.io import find_run
+
+if TYPE_CHECKING:  # at run time it would import torch
+    from torch import nn
+
+    from e2e_vl.model import VisionLanguageModel
+
+TOLERANCE = 1e-5
+
+
+@print_errors
+def main(argv: list[str] | None = None, prog: str | None = None) -> int:
+    parser = make_parser(__doc__, prog)
+    parser.add_argument("--run", type=Path, required=True, help="run directory of e2e-vl train, or a saved model")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write")
+    parser.add_argument("--image-size", type=int, nargs=2, default=(256, 256), metavar=("H", "W"), help="in pixels")
+    parser.add_argument("--boxes", type=int, default=20, metavar="R", help="number of boxes (default: 20)")
+    parser.add_argument("--words", type=int, default=24, metavar="L", help="number of wordpieces (default: 24)")
+    args = parser.parse_args(argv)
+    find_run(args.run)  # raises an error if the run is missing
+    from e2e_vl.api.model import load  # late: imports torch
+
+    model = load(args.run, "cpu")
+    if model.config.detector.backend != "builtin":
+        raise UserError(f"{args.run}: only the built-in detector is exported, not {model.config.detector.backend}.")
+    for name, difference in export(model.network, args.output, tuple(args.image_size), args.boxes, args.words).items():
+        print(f"written: {args.output / name}.pt2 (largest difference {difference:.1e})")
+    return 0
+
+
+def export(
+    network: VisionLanguageModel, output: Path, size: tuple[int, int], boxes: int, words: int
+) -> dict[str, float]:
+    """Write both programs; returns their largest differences from the model."""
+    import torch
+
+    regions = boxes + int(network.encoder.uses_whole_image)
+    height, width = size
+    random = torch.Generator().manual_seed(0)
+    corners = torch.rand(2, regions, 2, generator=random).sort(dim=0).values * torch.tensor([width - 1, height - 1])
+    corners = torch.cat(list(corners), dim=1)
+    rows, positions = torch.arange(regions)[None], torch.arange(words)[None]
+    features = torch.randn(1, regions, network.encoder.config.feature_dim, generator=random)
+    texts = (
+        torch.randint(network.encoder.config.vocab_size, (1, words), generator=random),
+        torch.zeros_like(positions),
+    )
+    encode, describe = make_modules(network, size)
+    programs = {
+        "detector": (describe, (torch.randn(1, 3, height, width, generator=random), corners)),
+        "encoder": (encode, (*texts, positions < words - 2, features, corners[None], rows < regions - 2)),
+    }
+    differences = {}
+    with atomic_files(output, "encoder.pt2") as part, torch.no_grad():
+        for name, (module, inputs) in programs.items():
+            torch.export.save(torch.export.export(module, inputs), part / f"{name}.pt2")
+            found = torch.export.load(part / f"{name}.pt2").module()(*inputs)
+            pairs = zip(found, module(*inputs), strict=True)
+            differences[name] = max((one - other).abs().max().item() for one, other in pairs)
+            if not differences[name] <= TOLERANCE:
+                raise FloatingPointError(f"The exported {name} differs from the model by {differences[name]:.1e}.")
+    return differences
+
+
+def make_modules(network: VisionLanguageModel, size: tuple[int, int]) -> tuple[nn.Module, nn.Module]:
+    """The encoder and the detector as modules with tensors as inputs and outputs."""
+    import torch
+    from torch import nn
+
+    from detector.roi_pooler import to_rois
+    from detector.structures import ImageBatch
+    from e2e_vl.structures import TextBatch, TextRegions
+
+    class Encode(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = network.encoder.eval()
+
+        def forward(self, input_ids, token_type_ids, text_mask, features, boxes, region_mask):
+            number = region_mask.shape[1]
+            row = torch.arange(number)[None] - int(self.encoder.uses_whole_image)
+            zero, padding = torch.zeros_like(row), ~region_mask
+            sizes = torch.tensor(size, dtype=torch.float32).expand(1, number, 2)
+            image, row = zero.masked_fill(padding, -1), row.masked_fill(padding, -1)
+            regions = TextRegions(features, boxes, sizes, region_mask, zero, image, row, zero.bool(), zero - 1)
+            regions.lengths = [number]  # as if there were no padding: the lengths are fixed, and the masks say the rest
+            texts = TextBatch(input_ids, token_type_ids, text_mask, lengths=torch.tensor([input_ids.shape[1]]))
+            encoded = self.encoder(texts, regions)
+            return encoded.text, encoded.regions
+
+    class Describe(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.detector = network.detector.eval()
+
+        def forward(self, pixels, boxes):
+            sizes = torch.tensor([size])
+            maps = self.detector.features(ImageBatch(pixels, sizes, sizes, ["image"]))
+            found = self.detector.describe(maps, to_rois([boxes]))
+            return found.region, self.detector.roi_heads.box_predictor.class_logits(found.predictor)
+
+    return Encode(), Describe()
