@@ -2,15 +2,14 @@
 
     e2e-vl export --run runs/demo_refcoco --output DIR --image-size 256 256 --boxes 20 --words 24
 
-Writes DIR/detector.pt2 and DIR/encoder.pt2, which `torch.export.load(FILE).module()` reads without this package:
+Writes DIR/detector.pt2 and DIR/encoder.pt2, which `torch.export.load(FILE).module()` reads with torch and torchvision alone:
   detector   pixels float32 [1, 3, H, W], as the detector's config has them (channels, mean, standard deviation), and
-             boxes float32 [R, 4] in these pixels -> features float32 [R, D], class logits [R, K + 1]; the features of
-             the whole image are those of the box [0, 0, W - 1, H - 1]
+             boxes float32 [R, 4] in these pixels -> features float32 [R, D], class logits [R, K + 1]
   encoder    wordpieces and segments int64 [1, L], their mask bool [1, L], features [1, R, D], boxes [1, R, 4] and their
-             mask bool [1, R] -> words float32 [1, L, E], regions [1, R, E]; for an encoder that uses the whole image
-             it is row 0
-Masks are True at real entries, which come first. Finding boxes (NMS) and the task's head are not exported. The exported
-programs are reloaded and compared with the model; a difference above 1e-5 is an error.
+             mask bool [1, R] -> words float32 [1, L, E], regions [1, R, E]; row 0 is the whole image, if used
+R is --boxes, plus 1 if the encoder uses the whole image, whose box is [0, 0, W - 1, H - 1]. Masks are True at real
+entries, which come first. Finding boxes (NMS) and the task's head are not exported. The programs are reloaded and compared
+with the model; a difference above 1e-5 is an error.
 """
 
 from __future__ import annotations
@@ -58,20 +57,16 @@ def export(
     import torch
 
     regions = boxes + int(network.encoder.uses_whole_image)
-    height, width = size
     random = torch.Generator().manual_seed(0)
-    corners = torch.rand(2, regions, 2, generator=random).sort(dim=0).values * torch.tensor([width - 1, height - 1])
+    corners = torch.rand(2, regions, 2, generator=random).sort(dim=0).values * torch.tensor([size[1] - 1, size[0] - 1])
     corners = torch.cat(list(corners), dim=1)
     rows, positions = torch.arange(regions)[None], torch.arange(words)[None]
     features = torch.randn(1, regions, network.encoder.config.feature_dim, generator=random)
-    texts = (
-        torch.randint(network.encoder.config.vocab_size, (1, words), generator=random),
-        torch.zeros_like(positions),
-    )
+    ids = torch.randint(network.encoder.config.vocab_size, (1, words), generator=random)
     encode, describe = make_modules(network, size)
     programs = {
-        "detector": (describe, (torch.randn(1, 3, height, width, generator=random), corners)),
-        "encoder": (encode, (*texts, positions < words - 2, features, corners[None], rows < regions - 2)),
+        "detector": (describe, (torch.randn(1, 3, *size, generator=random), corners)),
+        "encoder": (encode, (ids, 0 * ids, positions < words - 2, features, corners[None], rows < regions - 2)),
     }
     differences = {}
     with atomic_files(output, "encoder.pt2") as part, torch.no_grad():
