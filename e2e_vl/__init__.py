@@ -2,8 +2,9 @@
 
 import e2e_vl
 
-model = e2e_vl.load("runs/demo_refcoco")
-answer = model.ask("photo.jpg", "the small red circle")
+model = e2e_vl.load("demo")  # the model that comes along, or a run
+scene = model.examples[0]
+answer = model.ask(scene.image, scene.texts[0])
 answer.box, answer.score, answer.draw()
 """
 
@@ -25,8 +26,8 @@ def load(source: str | Path, device: Any = None) -> TrainedModel:
     """Load a trained model.
 
     Args:
-        source: a run directory of e2e-vl train, a folder that `save_pretrained` wrote, or a name on the Hugging Face
-            hub.
+        source: a run directory of e2e-vl train, a folder that `save_pretrained` wrote, a name on the Hugging Face
+            hub, or "demo", the model of drawn scenes that comes along.
         device: device to run on; None = the GPU if there is one.
     """
     from e2e_vl.api.model import load as load_trained  # torch and transformers take seconds to import

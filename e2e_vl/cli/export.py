@@ -2,14 +2,14 @@
 
     e2e-vl export --run runs/demo_refcoco --output DIR --image-size 256 256 --boxes 20 --words 24
 
-Writes DIR/detector.pt2 and DIR/encoder.pt2, which `torch.export.load(FILE).module()` reads with torch and torchvision alone:
+Writes DIR/detector.pt2 and DIR/encoder.pt2; `torch.export.load(FILE).module()` needs torch and torchvision only:
   detector   pixels float32 [1, 3, H, W], as the detector's config has them (channels, mean, standard deviation), and
              boxes float32 [R, 4] in these pixels -> features float32 [R, D], class logits [R, K + 1]
   encoder    wordpieces and segments int64 [1, L], their mask bool [1, L], features [1, R, D], boxes [1, R, 4] and their
-             mask bool [1, R] -> words float32 [1, L, E], regions [1, R, E]; row 0 is the whole image, if used
-R is --boxes, plus 1 if the encoder uses the whole image, whose box is [0, 0, W - 1, H - 1]. Masks are True at real
-entries, which come first. Finding boxes (NMS) and the task's head are not exported. The programs are reloaded and compared
-with the model; a difference above 1e-5 is an error.
+             mask bool [1, R] -> words float32 [1, L, E], regions [1, R, E]
+R is --boxes, plus 1 if the encoder uses the whole image: row 0, [0, 0, W - 1, H - 1]. Masks are True at real entries,
+which come first. Finding boxes (NMS) and the task's head are not exported. The programs are reloaded and compared with
+the model; a difference above 1e-5 is an error.
 """
 
 from __future__ import annotations
