@@ -70,16 +70,7 @@ def _sentence(path: str | Path, rows: list[tuple[int, list[str]]]) -> list[Parse
 # Parses of captions, looked up by the characters of the caption and aligned with it.
 
 
-_SYMBOLS = {
-    "-LRB-": "(",
-    "-RRB-": ")",
-    "-LSB-": "[",
-    "-RSB-": "]",
-    "-LCB-": "{",
-    "-RCB-": "}",
-    "``": '"',
-    "''": '"',
-}
+_SYMBOLS = {"-LRB-": "(", "-RRB-": ")", "-LSB-": "[", "-RSB-": "]", "-LCB-": "{", "-RCB-": "}", "``": '"', "''": '"'}
 _CHARACTER = re.compile("|".join([*map(re.escape, _SYMBOLS), r"\S"]))  # a Penn Treebank symbol counts as one character
 
 

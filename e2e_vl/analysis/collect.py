@@ -143,7 +143,9 @@ class AttentionStatistics:
     texts: list[TextAttention] = dataclasses.field(default_factory=list)
 
     def add(self, key: MeasureKey, measured: Measurement, *, per_sentence: bool) -> None:
-        """Add the examples of one text."""
+        """Add the examples of one text, if it has any."""
+        if not len(measured):
+            return
         zero = HeadSums.zero(*measured.hits.shape[:2], list(measured.baselines))
         self.sums.setdefault(key, zero).add(measured, per_sentence=per_sentence)
 
@@ -254,11 +256,7 @@ def add_batch(
 
 
 def make_inputs(
-    batch: Batch,
-    regions: TextRegions,
-    text: int,
-    options: AnalysisOptions,
-    confidence: Float[Tensor, " R"] | None,
+    batch: Batch, regions: TextRegions, text: int, options: AnalysisOptions, confidence: Float[Tensor, " R"] | None
 ) -> MeasureInputs:
     """Prepare the inputs of the measures for one text."""
     caption: CaptionAnnotations = batch.records[text][CAPTION_KEY]

@@ -56,8 +56,6 @@ class HeadSums:
     def add(self, measured: Measurement, *, per_sentence: bool = False) -> None:
         """Add the examples of one text; with `per_sentence` their mean counts once."""
         number = len(measured)
-        if not number:
-            return
         weight = 1 / number if per_sentence else 1.0
         self.hits += measured.hits.sum(dim=2).double().cpu() * weight
         self.attention += measured.attention.double().sum(dim=2).cpu() * weight
@@ -142,9 +140,7 @@ def measure_hits(
 
 
 def baseline_hits(
-    score: Float[Tensor, " choices"],
-    allowed: Bool[Tensor, " choices"],
-    is_correct: Bool[Tensor, "examples choices"],
+    score: Float[Tensor, " choices"], allowed: Bool[Tensor, " choices"], is_correct: Bool[Tensor, "examples choices"]
 ) -> Float[Tensor, " examples"]:
     """Whether the allowed choice with the highest score is correct for each example; 0 where none is allowed."""
     if not bool(allowed.any()):

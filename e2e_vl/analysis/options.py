@@ -38,8 +38,7 @@ class AnalysisOptions(msgspec.Struct, frozen=True):
     ] = "any"
     min_iou: Annotated[float, Meta(ge=0, le=1, description="minimum IoU of a correct region, inclusive")] = 0.5
     without_box: Annotated[
-        Literal["skip", "miss"],
-        Meta(description="entities without an annotated box are skipped, or counted as misses"),
+        Literal["skip", "miss"], Meta(description="entities without an annotated box are skipped, or counted as misses")
     ] = "skip"
     without_region: Annotated[
         Literal["miss", "skip"], Meta(description="entities without a correct region are counted as misses, or skipped")
@@ -58,11 +57,7 @@ class AnalysisOptions(msgspec.Struct, frozen=True):
     max_relations: Annotated[int, Meta(ge=1, description="maximum number of relations shown, most common first")] = 10
     active_above: Annotated[
         float,
-        Meta(
-            ge=0,
-            le=1,
-            description="a head is active above this share of the measured words' attention on regions",
-        ),
+        Meta(ge=0, le=1, description="a head is active above this share of the measured words' attention on regions"),
     ] = 0.2
     active_over: Annotated[
         Literal["examples", "entities"],
@@ -72,12 +67,10 @@ class AnalysisOptions(msgspec.Struct, frozen=True):
         ),
     ] = "examples"
     whole_image: Annotated[
-        Literal["excluded", "candidate"],
-        Meta(description="whether the whole-image region is a candidate"),
+        Literal["excluded", "candidate"], Meta(description="whether the whole-image region is a candidate")
     ] = "excluded"
     missing_parse: Annotated[
-        Literal["error", "skip"],
-        Meta(description="a caption without a parse is an error, or has no relations"),
+        Literal["error", "skip"], Meta(description="a caption without a parse is an error, or has no relations")
     ] = "error"
     first_number: Annotated[Literal[0, 1], Meta(description="number of the first layer and head in the output")] = 0
 

@@ -68,14 +68,11 @@ class AnalysisResults:
 
     def get_sums(self, graph: str, measure: str, label: str = ALL) -> HeadSums | None:
         """The sums of a measure; None if it has no examples."""
-        found = self.sums.get(MeasureKey(graph, measure, label))
-        return found if found is not None and found.examples else None
+        return self.sums.get(MeasureKey(graph, measure, label))
 
     def measures(self, graph: str) -> list[str]:
         """The measures of a graph that have examples."""
-        return list(
-            dict.fromkeys(key.measure for key in self.sums if key.graph == graph and self.get_sums(graph, key.measure))
-        )
+        return [key.measure for key in self.sums if key.graph == graph and key.label == ALL]
 
     @property
     def notes(self) -> list[str]:
@@ -102,20 +99,15 @@ class AnalysisResults:
         """One measure as a JSON-ready dict: its best heads and baselines."""
         sums = self.get_sums(graph, measure, label)
         places = {"best_head": sums.best_head(), "best_active_head": self.best_active_head(graph, measure, label)}
-        return {
-            "examples": sums.examples,
-            "denominator": sums.count,
-            "baselines": {name: sums.baseline_accuracy(name) for name in sums.baselines},
-        } | {
-            name: None
-            if place is None
-            else {
+        found: dict[str, Any] = {"examples": sums.examples, "denominator": sums.count}
+        found["baselines"] = {name: sums.baseline_accuracy(name) for name in sums.baselines}
+        for name, place in places.items():
+            found[name] = place and {
                 "head": self.options.head_name(*place),
                 "accuracy": float(sums.accuracy[place]),
                 "attention": float(sums.mean_attention[place]),
             }
-            for name, place in places.items()
-        }
+        return found
 
     def summary_lines(self) -> list[str]:
         """A line per graph and measure, and per shown relation, then the notes."""
@@ -163,18 +155,10 @@ class AnalysisResults:
         """The shown relations as rows of the paper's table 2: baselines and the best active head of each."""
         rows = []
         for label in self.relations[graph]:
-            sums = self.get_sums(graph, RELATIONS, label)
-            place = self.best_active_head(graph, RELATIONS, label)
-            rows.append(
-                {
-                    "relation": label,
-                    "pairs": sums.examples,
-                    **{name: sums.baseline_accuracy(name) for name in sums.baselines},
-                    "best active head": "" if place is None else self.options.head_name(*place),
-                    "accuracy": None if place is None else float(sums.accuracy[place]),
-                    "attention on regions": None if place is None else float(sums.mean_attention[place]),
-                }
-            )
+            one = self.summary(graph, RELATIONS, label)
+            best = one["best_active_head"] or {"head": "", "accuracy": None, "attention": None}
+            row = {"relation": label, "pairs": one["examples"], **one["baselines"], "best active head": best["head"]}
+            rows.append({**row, "accuracy": best["accuracy"], "attention on regions": best["attention"]})
         return rows
 
 
@@ -188,9 +172,9 @@ def write_tables(folder: Path, results: AnalysisResults) -> None:
 def _head_rows(results: AnalysisResults) -> Iterator[dict[str, Any]]:
     first = results.options.first_number
     for key, sums in results.sums.items():
-        is_active = results.active_heads(key.graph, key.measure, key.label) if sums.examples else sums.hits
+        is_active = results.active_heads(key.graph, key.measure, key.label)
         has_active = REQUIRED_BLOCK[key.measure] is AttentionBlock.WORDS_TO_REGIONS
-        for layer, head in itertools.product(*map(range, sums.hits.shape if sums.examples else (0, 0))):
+        for layer, head in itertools.product(*map(range, sums.hits.shape)):
             yield {
                 "graph": key.graph,
                 "measure": key.measure,
@@ -253,39 +237,30 @@ def _panel(axes: Axes, results: AnalysisResults, key: MeasureKey, top: float) ->
     options, place = results.options, (key.graph, key.measure, key.label)
     sums, active, best = results.get_sums(*place), results.active_heads(*place), results.best_active_head(*place)
     layers, heads = sums.hits.shape
-    for wanted, colour, order in ((False, INACTIVE, 1), (True, ACTIVE, 2)):
-        places = [
-            (layer, head) for layer in range(layers) for head in range(heads) if bool(active[layer, head]) is wanted
-        ]
-        x = [layer + options.first_number + _spread(head, heads) for layer, head in places]
-        y = [float(sums.accuracy[place]) for place in places]
-        axes.scatter(x, y, s=14, color=colour, zorder=order + 2, linewidths=0, clip_on=False)
+    spread = np.linspace(-0.25, 0.25, heads) if heads > 1 else np.zeros(1)  # separates heads with equal accuracy
+    x, accuracy = options.first_number + np.arange(layers)[:, None] + spread, sums.accuracy.numpy()
+    for shown, colour, order in ((~active.numpy(), INACTIVE, 3), (active.numpy(), ACTIVE, 4)):
+        axes.scatter(x[shown], accuracy[shown], s=14, color=colour, zorder=order, linewidths=0, clip_on=False)
     for name in sums.baselines:
         colour, style = STYLES[name]
         axes.axhline(sums.baseline_accuracy(name), color=colour, linestyle=style, linewidth=1.2, zorder=0)
-    highest = max(float(sums.accuracy.max()), *(sums.baseline_accuracy(name) for name in sums.baselines), top)
+    highest = max(float(accuracy.max()), *(sums.baseline_accuracy(name) for name in sums.baselines), top)
     axes.set_ylim(0, min(1.18 * highest, 1.12) if highest else 1)
     axes.set_xlim(options.first_number - 0.6, options.first_number + layers - 0.4)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.25)
     if best is not None:
-        at = best[0] + options.first_number + _spread(best[1], heads)
         on_right = best[0] >= layers / 2
         axes.annotate(
-            f"{options.head_name(*best)}: {float(sums.accuracy[best]):.2f}",
-            (at, float(sums.accuracy[best])),
+            f"{options.head_name(*best)}: {accuracy[best]:.2f}",
+            (x[best], accuracy[best]),
             xytext=(-4 if on_right else 4, 4),
             textcoords="offset points",
             fontsize=8,
             ha="right" if on_right else "left",
             bbox={"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
         )
-
-
-def _spread(head: int, heads: int) -> float:
-    """Horizontal offset within a layer, to separate heads with equal accuracy."""
-    return 0.5 * (head / max(heads - 1, 1) - 0.5) if heads > 1 else 0.0
 
 
 def _png(figure: Figure) -> bytes:

@@ -34,12 +34,7 @@ from e2e_vl.data.image_loader import DetectedBoxes
 from e2e_vl.io import file_name
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.parts import DATASETS
-from e2e_vl.run.build import (
-    build_loader,
-    build_text_tokenizer,
-    open_split,
-    warn_of_random_boxes,
-)
+from e2e_vl.run.build import build_loader, build_text_tokenizer, open_split, warn_of_random_boxes
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.evaluate import make_loader
 from e2e_vl.run.launch import make_accelerator

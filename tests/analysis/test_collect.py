@@ -31,6 +31,7 @@ from e2e_vl.analysis.collect import (
     list_grounded_pairs,
     list_word_pairs,
 )
+from e2e_vl.analysis.measures import Measurement
 from e2e_vl.analysis.options import AnalysisOptions
 from e2e_vl.structures import AttentionBlock, AttentionGraph, Batch, EncoderOutput, TextBatch, gather_regions
 
@@ -177,6 +178,12 @@ def test_confidences_come_from_the_detector_or_from_the_order_of_a_file(scores, 
         assert CONFIDENCE not in sums.baselines
     else:
         assert sums.baseline_accuracy(CONFIDENCE) == expected
+
+
+def test_a_measure_without_examples_has_no_sums():
+    found, empty = AttentionStatistics(), Measurement(torch.zeros(1, 1, 0, dtype=torch.bool), torch.zeros(1, 1, 0), {})
+    found.add(MeasureKey("g", ENTITIES), empty, per_sentence=True)
+    assert not found.sums
 
 
 def test_related_words_that_share_a_wordpiece_are_counted_and_left_out():

@@ -150,10 +150,7 @@ def test_metrics_of_a_split_become_tables_with_box_sources_side_by_side():
     texts = {("texts", ""): {"all": 5, "relation": 5}}
     assert build_tables(metrics, "val", texts) == [
         Table("all texts", [("", both)], {"n acc": [0.8, 0.7], "giou": [0.2, None], "count": [5.0, 5.0]}),
-        Table(
-            *("by family", [("n acc", ["gt boxes"]), ("texts", [""])]),
-            {"all": [0.8, 5], "relation": [0.5, 5]},
-        ),
+        Table(*("by family", [("n acc", ["gt boxes"]), ("texts", [""])]), {"all": [0.8, 5], "relation": [0.5, 5]}),
         Table("by family", [("n acc", ["predicted boxes"])], {"all": [0.7], "in front": [None]}),
     ]
     assert build_tables(metrics, "testA") == [
