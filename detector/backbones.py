@@ -1,9 +1,7 @@
 """Backbones with Detectron2's module and parameter names: ResNet, feature pyramid, and res5 of a C4 RoI head.
 
 Stage s has RES2_OUT_CHANNELS * 2 ** (s - 2) channels. Feature maps use the channels-last memory format, which makes
-convolutions on CPU much faster.
-
-Shape legend: see `detector/structures.py`.
+convolutions on CPU much faster. Shape legend: see `detector/structures.py`.
 """
 
 from __future__ import annotations

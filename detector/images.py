@@ -2,7 +2,6 @@
 
 An image is a uint8 array [height, width, 3]. Images are resized as uint8 with PIL's antialiased bilinear filter, as in
 Detectron2 and the official VL-BERT code. Without antialiasing, the features of a downscaled photo differ by about 20 %.
-
 Shape legend: see `detector/structures.py`.
 """
 

@@ -3,9 +3,7 @@
 A ResNet up to res4 processes the image. Each box is pooled from res4, features of the object's mask are added to the
 first channels of the pooled map, and res5 and average pooling follow. The region feature is computed from the result
 and, unless CLASS_DIM is 0, an embedding of the box's class. The official VisualBERT code trains this network on VCR
-together with its encoder.
-
-Shape legend: see `detector/structures.py`.
+together with its encoder. Shape legend: see `detector/structures.py`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Masked RoI classification (VL-BERT, section 3.3) masks pixels; on saved features only the feature is replaced.
 `e2e_vl/model.py` calls the steps in the order of this file; the detector runs before `replace_features`.
-
 Shape legend: see `e2e_vl/structures.py`.
 """
 

@@ -1,7 +1,6 @@
 """Samples from data sets and users: images, texts and ground truth, before any preprocessing.
 
 Boxes are float64 xyxy, continuous, in pixels of the image as it is stored (after its EXIF rotation).
-
 Shape legend: see `e2e_vl/structures.py`.
 """
 

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from detector.config import Fraction, PositiveInt
 from detector.errors import UserError
+from detector.zoo import CLASS_LISTS
 from e2e_vl.parts import DATASETS, Settings, set_part_config
 
 # a file name with the image id (a string) as a placeholder: "{id}.jpg", or "{id:0>12}.jpg" with leading zeros
@@ -58,18 +59,7 @@ class Flickr30KOptions(ImageNames, frozen=True):
 
 
 # The 80 classes of COCO as VCR spells them, in COCO's order. Their numbers are 1 to 80; 0 is the whole image.
-# fmt: off
-CLASS_NAMES = (
-    "person", "bicycle", "car", "motorcycle", "airplane", "bus", "train", "truck", "boat", "trafficlight",
-    "firehydrant", "stopsign", "parkingmeter", "bench", "bird", "cat", "dog", "horse", "sheep", "cow", "elephant",
-    "bear", "zebra", "giraffe", "backpack", "umbrella", "handbag", "tie", "suitcase", "frisbee", "skis", "snowboard",
-    "sportsball", "kite", "baseballbat", "baseballglove", "skateboard", "surfboard", "tennisracket", "bottle",
-    "wineglass", "cup", "fork", "knife", "spoon", "bowl", "banana", "apple", "sandwich", "orange", "broccoli",
-    "carrot", "hotdog", "pizza", "donut", "cake", "chair", "couch", "pottedplant", "bed", "diningtable", "toilet",
-    "tv", "laptop", "mouse", "remote", "keyboard", "cellphone", "microwave", "oven", "toaster", "sink",
-    "refrigerator", "book", "clock", "vase", "scissors", "teddybear", "hairdrier", "toothbrush",
-)
-# fmt: on
+CLASS_NAMES = tuple(name.replace(" ", "") for name in (CLASS_LISTS / "coco.txt").read_text("utf-8").splitlines())
 
 
 class VCROptions(Settings, frozen=True):

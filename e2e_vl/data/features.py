@@ -10,7 +10,6 @@ Formats
     hdf5     the regions of all images, concatenated; `starts` [N + 1] holds the first row of each image
     lmdb     image id -> contents of an `.npz` file
 In both TSV files, arrays are base64 of float32 (ids: int64), and boxes are xyxy in pixels of the original image.
-
 Shape legend: see `e2e_vl/structures.py`.
 """
 

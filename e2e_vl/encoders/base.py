@@ -1,7 +1,4 @@
-"""Base classes of the vision-and-language encoders.
-
-Shape legend: see `e2e_vl/structures.py`.
-"""
+"""Base classes of the vision-and-language encoders. Shape legend: see `e2e_vl/structures.py`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""VL-BERT (Su et al., ICLR 2020): one BERT over words and regions.
-
-Shape legend: see `e2e_vl/structures.py`.
-"""
+"""VL-BERT (Su et al., ICLR 2020): one BERT over words and regions. Shape legend: see `e2e_vl/structures.py`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Region extraction: a detector, a rule that selects boxes, and the features of the selected boxes.
 
-Used for single images and in bulk.
-
-Shape legend: see `e2e_vl/structures.py`.
+Used for single images and in bulk. Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations

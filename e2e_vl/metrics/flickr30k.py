@@ -5,9 +5,7 @@ with areas (x2 - x1) * (y2 - y1). Recall at k is the share of phrases with a rig
 the upper bound is the share of phrases with any right candidate.
 
 Other papers merge the boxes of a phrase into their enclosing box, or use the first box; their numbers are not
-comparable.
-
-Shape legend: see `e2e_vl/structures.py`.
+comparable. Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -21,19 +20,13 @@ from e2e_vl.run.evaluate import COUNTS, MetricName
 from e2e_vl.tasks.base import Task
 
 PICTURES = 4  # per evaluation
-PROJECT = "e2e-vl"  # project name in trackers
 
 
-def start_trackers(accelerator: Accelerator, config: RunConfig) -> None:
-    """Start the accelerator's trackers, with all settings as hyperparameters."""
-    accelerator.init_trackers(PROJECT, config=dict(_flatten(msgspec.to_builtins(config))))
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
+def flatten_settings(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
     """Dotted names and plain values; lists become text, and None is left out."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{name}.")
+            yield from flatten_settings(value, f"{prefix}{name}.")
         elif value is not None:
             yield prefix + name, value if isinstance(value, bool | int | float | str) else str(value)
 

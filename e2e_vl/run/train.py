@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
@@ -41,7 +42,7 @@ from e2e_vl.run.evaluate import LOSS, MetricName, evaluate_splits, phrase_weight
 from e2e_vl.run.guards import FiniteCheck, StopSignals, check_images, make_stopped_error, run_lock
 from e2e_vl.run.launch import make_accelerator, on_main
 from e2e_vl.run.optim import build_optimizer, build_schedule, objective_weights
-from e2e_vl.run.trackers import describe_finished_run, describe_results, describe_run, start_trackers, track_pictures
+from e2e_vl.run.trackers import describe_finished_run, describe_results, describe_run, flatten_settings, track_pictures
 from e2e_vl.structures import Batch
 from e2e_vl.weights.loading import check_answers, check_vocabulary
 
@@ -240,7 +241,7 @@ class Trainer:
             print(describe_run(self.config, self.built, self.accelerator, self.step, self.total_steps), flush=True)
         resume_step = self.step if self.checkpoint is not None else None
         self.log = RunLog(self.output / "log.jsonl", enabled=is_main, resume_step=resume_step)
-        start_trackers(self.accelerator, self.config)
+        self.accelerator.init_trackers("e2e-vl", config=dict(flatten_settings(msgspec.to_builtins(self.config))))
         bar = tqdm(
             total=self.total_steps,
             initial=self.step,

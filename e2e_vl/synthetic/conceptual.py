@@ -143,15 +143,11 @@ class CorpusWriter(FormatWriter):
     """Writes `corpus.doc`, UTF-8: one paragraph per line, with blank lines between documents."""
 
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
-        rng = self.recipe.generator("corpus")
-        write_corpus(folder / "corpus.doc", self.recipe.scene, rng, lines=LINES_PER_SCENE * len(scenes))
-
-
-def write_corpus(path: Path, config: SceneConfig, rng: np.random.Generator, *, lines: int) -> None:
-    with path.open("w", encoding="utf-8", newline="\n") as file:
-        for _ in range(lines):
-            paragraph = " ".join(_sentence(config, rng) for _ in range(rng.integers(*_SENTENCES_PER_LINE)))
-            file.write(paragraph + ("\n\n" if rng.random() < 0.1 else "\n"))
+        rng, config = self.recipe.generator("corpus"), self.recipe.scene
+        with (folder / "corpus.doc").open("w", encoding="utf-8", newline="\n") as file:
+            for _ in range(LINES_PER_SCENE * len(scenes)):
+                paragraph = " ".join(_sentence(config, rng) for _ in range(rng.integers(*_SENTENCES_PER_LINE)))
+                file.write(paragraph + ("\n\n" if rng.random() < 0.1 else "\n"))
 
 
 def _sentence(config: SceneConfig, rng: np.random.Generator) -> str:

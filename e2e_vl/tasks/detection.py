@@ -1,8 +1,6 @@
 """Object detection: boxes and classes of the detector, evaluated with COCO's average precision.
 
-Each image has one empty text; use an encoder that ignores texts.
-
-Shape legend: see `e2e_vl/structures.py`.
+Each image has one empty text; use an encoder that ignores texts. Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ concatenated summaries.
 The metrics are accuracy and consistency as in the official script, tested with golden data. An identifier is
 split-set-pair-sentence, such as dev-850-2-0. Predictions and labels are compared case-insensitively, without stripping.
 Identifiers that differ only in the pair form a group: the same sentence with different images.
-
 Shape legend: see `e2e_vl/structures.py`.
 """
 

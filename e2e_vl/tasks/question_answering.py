@@ -1,7 +1,6 @@
 """Base classes of tasks with an answer vocabulary: classification of the summary of question and image.
 
 The vocabulary is saved with the task. Subclasses define targets (`AnswerVocabulary.labels_of`) and metrics.
-
 Shape legend: see `e2e_vl/structures.py`.
 """
 

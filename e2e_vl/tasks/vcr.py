@@ -1,8 +1,6 @@
 """VCR: choose one of four answers, or of four rationales.
 
-A batch has four texts per question, one per choice.
-
-Shape legend: see `e2e_vl/structures.py`.
+A batch has four texts per question, one per choice. Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations
