@@ -23,7 +23,7 @@ import zipfile
 import zlib
 from pathlib import Path
 
-from detector.errors import DiskError, MissingFileError, StoppedRunError, UserError
+from detector.errors import MissingFileError, StoppedRunError, UserError
 from detector.io import read_yaml
 from detector.zoo import file_difference
 from e2e_vl.cli.main import make_parser, print_errors
@@ -215,7 +215,7 @@ def check_disk(files: dict[str, PublishedFile], data: Path) -> str:
     text = f"{data} needs {need / 1e9:.1f} GB{f' and {unknown} files of unknown size' * bool(unknown)}"
     text += f", and {free / 1e9:.1f} GB are free"
     if need > free:
-        raise DiskError(f"{text}: choose another --data, or free some space.")
+        raise UserError(f"{text}: choose another --data, or free some space.")
     return text
 
 
@@ -271,7 +271,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            raise DiskError(
+            raise UserError(
                 f"{data}: the disk is full; free some space and repeat the command, which goes on."
             ) from error
         except KeyboardInterrupt:
