@@ -54,11 +54,9 @@ class SyncBatchNorm(nn.BatchNorm2d):
 
 
 def make_norm(name: str, channels: int) -> nn.Module:
-    """Make a normalisation layer for `channels` channels.
-
-    Args:
-        name: FrozenBN (a fixed affine map), BN, SyncBN (statistics over all processes) or GN (32 groups; if 32 does not
-            divide `channels`, their greatest common divisor, where Detectron2 raises an error).
+    """Make a normalisation layer for `channels` channels. `name`: FrozenBN (a fixed affine map), BN, SyncBN (statistics
+    over all processes) or GN (32 groups; if 32 does not divide `channels`, their greatest common divisor, where
+    Detectron2 raises an error).
     """
     if name == "FrozenBN":
         norm = FrozenBatchNorm2d(channels, eps=NORM_EPS)

@@ -43,10 +43,8 @@ def area(boxes: Num[Array, "*R 4"], plus_one: bool = False) -> Num[Array, "*R"]:
 def pairwise_iou(
     boxes1: Num[Array, "rows 4"], boxes2: Num[Array, "columns 4"], plus_one: bool = False
 ) -> Float[Array, "rows columns"]:
-    """Intersection over union of every pair; 0 where boxes do not overlap.
-
-    Args:
-        plus_one: treat coordinates as inclusive pixel indices (VOC, RefCOCO's official evaluation, VL-BERT's labels).
+    """Intersection over union of every pair; 0 where boxes do not overlap. `plus_one`: treat coordinates as inclusive
+    pixel indices (VOC, RefCOCO's official evaluation, VL-BERT's labels).
     """
     is_numpy = isinstance(boxes1, np.ndarray)
     first, second = torch.as_tensor(boxes1), torch.as_tensor(boxes2)
@@ -218,13 +216,11 @@ def match(
 def subsample(
     labels: Sequence[Int8[Tensor, " _candidates"]], number: int, positive_fraction: float
 ) -> list[tuple[Int64[Tensor, " _positives"], Int64[Tensor, " _negatives"]]]:
-    """Positive and negative rows of each image to train on, in random order (torch's global generator): at most
-    `number * positive_fraction` positives, filled up with negatives.
+    """Positive and negative rows of each image to train on, in random order (torch's global generator): at most `number
+    * positive_fraction` positives, filled up with negatives.
 
-    The numbers drawn are those of Detectron2. The host waits for a GPU once, for the counts of all images.
-
-    Args:
-        labels: of each image; 1 positive, 0 negative, -1 ignored.
+    The numbers drawn are those of Detectron2. The host waits for a GPU once, for the counts of all images. `labels`: of
+    each image; 1 positive, 0 negative, -1 ignored.
     """
     counts = torch.stack([torch.stack(((label == 1).sum(), (label == 0).sum())) for label in labels]).tolist()
     sampled = []
@@ -301,10 +297,8 @@ MAX_NMS_THRESHOLDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 def select_regions(
     scores: Float[Tensor, " R"] | Float[np.ndarray, " R"], rule: SelectionRule
 ) -> Int64[Tensor, " kept"]:
-    """Select boxes like VL-BERT: those with a high enough score, within the limits on their number.
-
-    Returns:
-        indices in order of descending score; equal scores keep their order.
+    """Select boxes like VL-BERT: those with a high enough score, within the limits on their number. Returns indices in
+    order of descending score; equal scores keep their order.
     """
     scores = _check_scores(torch.as_tensor(scores))
     return scores.argsort(descending=True, stable=True)[: _num_selected(scores, rule)]

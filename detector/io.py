@@ -102,10 +102,8 @@ class RestrictedUnpickler(pickle.Unpickler):
 
 
 def read_pickle(path: str | Path, encoding: str = "latin1") -> Any:
-    """Read a pickle of plain values and numeric arrays without executing code.
-
-    Args:
-        encoding: encoding of strings written by Python 2. Arrays need latin1.
+    """Read a pickle of plain values and numeric arrays without executing code. `encoding`: encoding of strings written
+    by Python 2. Arrays need latin1.
     """
     with reading(path, Exception), Path(path).open("rb") as file:  # damaged pickles raise many types
         return RestrictedUnpickler(file, encoding=encoding).load()
@@ -180,10 +178,8 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 def atomic_files(folder: Path, last: str) -> Iterator[Path]:
     """Yield an empty temporary folder and move its files into `folder` at the end. Other files in `folder` are kept.
 
-    `last` is deleted first and moved last, so `folder` cannot be read while it contains both old and new files.
-
-    Args:
-        last: name of a file that readers of such a folder require.
+    `last` is deleted first and moved last, so `folder` cannot be read while it contains both old and new files. `last`:
+    name of a file that readers of such a folder require.
     """
     folder.mkdir(parents=True, exist_ok=True)
     part = _new_folder(folder / last)

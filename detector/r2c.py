@@ -192,10 +192,8 @@ class R2CNetwork(Detector):
     def place_on_canvas(self, images: ImageBatch) -> tuple[Float[Tensor, "N 3 _H _W"], Float[Tensor, "N 2"]]:
         """Place images on black canvases of the configured size, at a random position in training, else in the centre.
 
-        If no canvas is configured, the images are returned unchanged.
-
-        Returns:
-            pixels, and (x, y) of the upper left corner of each image.
+        If no canvas is configured, the images are returned unchanged. Returns pixels, and (x, y) of the upper left
+        corner of each image.
         """
         canvas, pixels = self.config.r2c.canvas, images.pixels
         if not canvas:

@@ -211,10 +211,8 @@ class Detector(nn.Module, abc.ABC):
 
 
 class PrecomputedDetector(Detector):
-    """Returns the features in `ImageBatch.precomputed`; it has no parameters and cannot be trained.
-
-    Args:
-        config: settings of the detector that made the features: their width and the number of classes follow from it.
+    """Returns the features in `ImageBatch.precomputed`; it has no parameters and cannot be trained. `config`: settings
+    of the detector that made the features: their width and the number of classes follow from it.
     """
 
     def __init__(self, config: DetectorConfig) -> None:

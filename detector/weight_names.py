@@ -40,11 +40,9 @@ BLOCK = re.compile(r"layer(?P<stage>[1-4])\.(?P<block>\d+)\.(?P<rest>.+)")
 
 
 def from_torchvision_detector(tensors: Mapping[str, Tensor], *, norm_eps: float = NORM_EPS) -> dict[str, Tensor]:
-    """Convert a state dict of torchvision's Faster R-CNN. Unknown keys are kept.
-
-    Args:
-        norm_eps: epsilon of the frozen batch norms in torchvision. It is 0 in `fasterrcnn_resnet50_fpn` with COCO_V1
-            weights, and in models fine-tuned from it. The state dict does not contain it. See `fold_norms`.
+    """Convert a state dict of torchvision's Faster R-CNN. Unknown keys are kept. `norm_eps`: epsilon of the frozen
+    batch norms in torchvision. It is 0 in `fasterrcnn_resnet50_fpn` with COCO_V1 weights, and in models fine-tuned from
+    it. The state dict does not contain it. See `fold_norms`.
     """
     has_several_convs = any(name.startswith("rpn.head.conv.1.") for name in tensors)
     fcs = sorted({int(found[1]) for name in tensors if (found := re.match(r"roi_heads\.box_head\.(\d+)\.[wb]", name))})

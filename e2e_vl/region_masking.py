@@ -145,10 +145,7 @@ def sample_masked_regions(
 
     One number is drawn for each region, and none is ever forced; the whole image is never chosen. The papers mask every
     chosen region (`mask=1`). VL-BERT's official code leaves 10 % of them visible; LXMERT's masks 80 %, replaces 10 %
-    (`replace=0.1`) and leaves 10 % unchanged.
-
-    Returns:
-        Chosen (labelled); chosen and masked; chosen and to be replaced.
+    (`replace=0.1`) and leaves 10 % unchanged. Returns chosen (labelled); chosen and masked; chosen and to be replaced.
     """
     drawn = generator.random(count)
     masked = drawn < probability * mask
@@ -160,11 +157,9 @@ def sample_replacements(
 ) -> Int64[np.ndarray, " R"]:
     """For each replaced region, the region whose feature it gets: a random region of a random image in the batch.
 
-    (The official LXMERT code draws among the images of the data set; those of a batch are a random part of it.)
-
-    Returns:
-        Rows among the regions of all images (image n has `counts[n]`); -1 for regions that are not replaced, and where
-        an image without regions was drawn.
+    (The official LXMERT code draws among the images of the data set; those of a batch are a random part of it.) Returns
+    rows among the regions of all images (image n has `counts[n]`); -1 for regions that are not replaced, and where an
+    image without regions was drawn.
     """
     starts = np.concatenate([[0], np.cumsum(counts)])
     index = np.full(len(replaced), -1, dtype=np.int64)
@@ -239,10 +234,8 @@ def truncated_lengths(text_length: int, region_count: int, limit: int) -> tuple[
 def truncate_texts(texts: TextBatch, kept: Int64[Tensor, " M"]) -> tuple[TextBatch, Int64[Tensor, "M L"]]:
     """Shorten texts to `kept` wordpieces (a tensor on the CPU): the first ones and the very last.
 
-    The position of the summary is kept too: if it would be lost, it takes the place before the last wordpiece.
-
-    Returns:
-        The texts, and which old position each new one came from.
+    The position of the summary is kept too: if it would be lost, it takes the place before the last wordpiece. Returns
+    the texts, and which old position each new one came from.
     """
     longest, lengths = max(kept.tolist(), default=0), kept
     kept, last = kept.to(texts.input_ids.device), (texts.lengths - 1).to(texts.input_ids.device)

@@ -103,10 +103,8 @@ class VLDataset(abc.ABC):
     def check_classes(self, num_classes: int, detector_names: Sequence[str] | None = None) -> None:
         """Check that the classes of the annotated objects match the detector's class indices.
 
-        A file with a subset of the detector's categories would number them differently.
-
-        Args:
-            detector_names: their names, if they are stored with the weights.
+        A file with a subset of the detector's categories would number them differently. `detector_names`: their names,
+        if they are stored with the weights.
         """
         names = self.class_names
         if names is None:
@@ -192,9 +190,7 @@ class RecordDataset(VLDataset):
 
 class DataFiles:
     """The files in `data.files`, relative to `data.root`; their names may contain placeholders such as {split}.
-
-    Args:
-        file_keys: keys of the files that the data set reads.
+    `file_keys`: keys of the files that the data set reads.
     """
 
     def __init__(self, settings: DataSettings, file_keys: Sequence[str]) -> None:

@@ -351,10 +351,8 @@ def canvas_size(sizes: Sequence[tuple[int, int]], canvas: Sequence[int]) -> tupl
 
 
 def pad_texts(texts: Sequence[TextExample]) -> TextBatch:
-    """Pad M texts on the right ([PAD] is 0 in BERT's vocabularies).
-
-    Returns:
-        `TextBatch`, with L = the length of the longest text (at least 1).
+    """Pad M texts on the right ([PAD] is 0 in BERT's vocabularies). Returns `TextBatch`, with L = the length of the
+    longest text (at least 1).
     """
     lengths = [len(text.encoding.input_ids) for text in texts]
     shape = (len(texts), max(lengths, default=0) or 1)
@@ -493,10 +491,8 @@ class ExampleDataset(Dataset):
         raise UserError(f"{_BROKEN_IN_A_ROW} images in a row cannot be read; check the paths. The last error: {cause}")
 
     def read(self, request: Request, texts: tuple[int, ...] | None = None) -> Example:
-        """Load the request's image with all its texts, or with `texts`, using the request's random generator.
-
-        Raises:
-            BrokenImageError: the image is missing or cannot be read; its cause names the file.
+        """Load the request's image with all its texts, or with `texts`, using the request's random generator. Raises
+        BrokenImageError: the image is missing or cannot be read; its cause names the file.
         """
         make_generator: GeneratorFactory = functools.partial(random_generator, self.seed, request.epoch)
         augmentation = self.loader.draw_augmentation(make_generator(request.texts[0]))

@@ -44,11 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class CaptionSource(abc.ABC):
-    """Images with captions, which are numbered image by image.
-
-    Attributes:
-        groups: the captions of each image.
-    """
+    """Images with captions, which are numbered image by image. `groups`: the captions of each image."""
 
     groups: TextGroups
 
@@ -97,10 +93,8 @@ class _CaptionedImage(msgspec.Struct, array_like=True):
 
 
 class CocoCaptions(CaptionSource):
-    """COCO's `captions_*.json`: about five captions per image. Images without captions are skipped.
-
-    Args:
-        parts: (caption file, image folder) pairs.
+    """COCO's `captions_*.json`: about five captions per image. Images without captions are skipped. `parts`: (caption
+    file, image folder) pairs.
     """
 
     def __init__(self, parts: Sequence[tuple[Path, Path]]) -> None:

@@ -180,10 +180,8 @@ class VLBertEmbeddings(nn.Module):
         """The region vector of each word: the region of the first image that it refers to, or the whole image.
 
         For several images the vectors of the whole images are averaged. Row 0 of the regions is the first whole image.
-
-        Returns:
-            One row per text if all its words have the same vector; None if words have no visual part. Texts without
-            regions get the learned text-only vector, or zeros without `text_only_embedding`.
+        Returns one row per text if all its words have the same vector; None if words have no visual part. Texts without
+        regions get the learned text-only vector, or zeros without `text_only_embedding`.
         """
         if self.text_visual is None:
             return None
@@ -354,10 +352,8 @@ class VLBertModel(Encoder):
         output_attentions: bool = False,
         intermediate_layer: int | None = None,
     ) -> EncoderOutput:
-        """See `Encoder.forward`; with `config.uses_whole_image`, row 0 of the regions is the whole image.
-
-        Returns:
-            The summary is the state at `texts.summary`, or else the pooled state of [CLS] with `config.with_pooler`.
+        """See `Encoder.forward`; with `config.uses_whole_image`, row 0 of the regions is the whole image. The
+        summary is the state at `texts.summary`, or else the pooled state of [CLS] with `config.with_pooler`.
         """
         hidden, layout = self.embeddings(texts, regions)
         run = self.encode(hidden, layout, regions, output_attentions, intermediate_layer)

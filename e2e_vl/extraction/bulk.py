@@ -103,11 +103,7 @@ def extract_images(job: ExtractionJob, accelerator: Accelerator) -> ExtractionSu
 
 
 def _prepare(job: ExtractionJob) -> tuple[list[str], bool]:
-    """Create or check the output.
-
-    Returns:
-        ids of images without features, and whether the output needs no merging.
-    """
+    """Create or check the output. Returns ids of images without features, and whether the output needs no merging."""
     check_format(job.layout, job.output)
     folder, stamp, image_ids = job.folder, json.loads(json.dumps(job.stamp)), {image.id for image in job.images}
     if job.given is not None and not job.given.keys() & image_ids:

@@ -84,11 +84,8 @@ class RegionExtractor:
 
     @torch.no_grad()
     def __call__(self, images: Sequence[InputImage]) -> list[RegionFeatures]:
-        """Extract the regions of N images of the same size.
-
-        Returns:
-            N records: with the rules "score" and "maxnms" best score first, with "maxconf" in the order of
-            `select_max_conf`, with "given" in the given order.
+        """Extract the regions of N images of the same size. Returns N records: with the rules "score" and "maxnms" best
+        score first, with "maxconf" in the order of `select_max_conf`, with "given" in the given order.
         """
         batch = make_image_batch(
             [image.pixels for image in images],
@@ -204,10 +201,8 @@ def select_candidate_pairs(probs: Tensor) -> tuple[Tensor, Tensor]:
     """Candidate detections, as (proposal, class) pairs: the most probable ones, and each proposal's best class.
 
     With many classes, a few confident proposals could fill `MAX_CANDIDATES`; the best class of every proposal ensures
-    that the rule's minimum number is reached.
-
-    Returns:
-        int64 [pairs] rows of proposals and int64 [pairs] classes, in the order of the rows.
+    that the rule's minimum number is reached. Returns int64 [pairs] rows of proposals and int64 [pairs] classes, in the
+    order of the rows.
     """
     num_classes = probs.shape[1]
     most_probable = probs.flatten().topk(min(probs.numel(), MAX_CANDIDATES)).indices

@@ -61,11 +61,9 @@ def recalls(ranks: Sequence[int | None]) -> dict[str, float]:
 
 
 def phrase_metrics(predictions: Sequence[Flickr30KPrediction]) -> dict[str, float]:
-    """Recall over all phrases that have boxes.
-
-    Returns:
-        "count" (sentences); and if there are phrases with boxes, "accuracy" (R@1), "recall_5", "recall_10", "ceiling"
-        (the upper bound) and "accuracy_by_type/<type>". A phrase with several types counts for each.
+    """Recall over all phrases that have boxes. Returns "count" (sentences); and if there are phrases with boxes,
+    "accuracy" (R@1), "recall_5", "recall_10", "ceiling" (the upper bound) and "accuracy_by_type/<type>". A phrase with
+    several types counts for each.
     """
     metrics = {"count": float(len(predictions))}
     ranks: list[int | None] = []

@@ -116,11 +116,8 @@ def answer_accuracy(prediction: str, answers: Sequence[str]) -> float:
 
 
 def vqa_metrics(predictions: Sequence[VQAPrediction]) -> dict[str, float]:
-    """Mean accuracies, 0 to 1.
-
-    Returns:
-        "count"; and if the truth is known, "accuracy", "accuracy/<answer type>" and
-        "accuracy_by_question/<question type>".
+    """Mean accuracies, 0 to 1. Returns "count"; and if the truth is known, "accuracy", "accuracy/<answer type>" and
+    "accuracy_by_question/<question type>".
     """
     scores: dict[str, list[float]] = defaultdict(list)
     for one in predictions:

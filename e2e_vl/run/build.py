@@ -269,9 +269,7 @@ def make_synthetic_data(config: RunConfig) -> None:
 
 def build_tokenizer(config: RunConfig, *, writes: bool = True) -> PreTrainedTokenizerBase:
     """Load the tokenizer of `data.vocabulary`, or build one from the training texts and save it in the run directory.
-
-    Args:
-        writes: whether this process builds the vocabulary; if not, another process has already written it.
+    `writes`: whether this process builds the vocabulary; if not, another process has already written it.
     """
     if config.data.vocabulary is not None:
         return load_tokenizer(config.data.vocabulary)
@@ -352,10 +350,8 @@ def build_loader(
     *,
     training: bool = False,
 ) -> ImageLoader:
-    """The loader of the images of a run and their boxes; deterministic in evaluation.
-
-    Args:
-        dataset: opens its box files; None: boxes come with each sample or from the detector.
+    """The loader of the images of a run and their boxes; deterministic in evaluation. `dataset`: opens its box files;
+    None: boxes come with each sample or from the detector.
     """
     data = config.data
     sizes = data.resize.short_edge if training else data.resize.short_edge[-1:]

@@ -178,10 +178,8 @@ def save_state(
 ) -> None:
     """Write a checkpoint, then remove all but the `keep` newest; called on every process.
 
-    Checkpoints of later steps (skipped as damaged on resume) are removed too.
-
-    Args:
-        position: `step` and other JSON values; `load_state` returns them.
+    Checkpoints of later steps (skipped as damaged on resume) are removed too. `position`: `step` and other JSON values;
+    `load_state` returns them.
     """
     bad = [name for name, value in model.named_parameters() if not value.isfinite().all()]
     if bad:

@@ -240,10 +240,7 @@ def make_loader(
     """The batches of this process, of the first `max_images` images (None: all), each image once.
 
     Processes receive whole batches: features depend slightly on padding, so the composition of a batch must not depend
-    on the number of processes.
-
-    Args:
-        unreadable: see `BatchLoader`.
+    on the number of processes. `unreadable`: see `BatchLoader`.
     """
     sampler = GroupedBatchSampler(
         examples.groups[:max_images],

@@ -116,10 +116,8 @@ def make_stopped_error(number: int, advice: str) -> StoppedRunError:
 class FiniteCheck:
     """Checks the losses and the gradient norm of each step before the update.
 
-    In fp16, gradients may overflow occasionally: the scaler then skips the step and lowers its scale.
-
-    Args:
-        scaled: whether a gradient scaler is in use.
+    In fp16, gradients may overflow occasionally: the scaler then skips the step and lowers its scale. `scaled`: whether
+    a gradient scaler is in use.
     """
 
     MAX_OVERFLOWS = 50  # in a row; by then the loss scale is uselessly small
@@ -130,10 +128,8 @@ class FiniteCheck:
         self.overflows = 0  # in a row
 
     def __call__(self, values: Mapping[str, float], step: int, batches: Sequence[Batch]) -> bool:
-        """Whether all values are finite; False: the gradients overflowed in fp16, so the step is skipped.
-
-        Raises:
-            FloatingPointError: a value is NaN or infinite.
+        """Whether all values are finite; False: the gradients overflowed in fp16, so the step is skipped. Raises
+        FloatingPointError: a value is NaN or infinite.
         """
         bad = [name for name, value in values.items() if not math.isfinite(value)]
         is_overflow = self.scaled and bad == ["grad_norm"]

@@ -30,10 +30,8 @@ class OfficialAdam(torch.optim.AdamW, ABC):
     def convert_options(
         self, rate: float, decay: float, eps: float, corrections: tuple[float, float]
     ) -> dict[str, float]:
-        """The `lr`, `weight_decay` and `eps` for torch's AdamW.
-
-        Args:
-            corrections: the bias corrections `1 - beta1**t` and `1 - beta2**t` of update t.
+        """The `lr`, `weight_decay` and `eps` for torch's AdamW. `corrections`: the bias corrections `1 - beta1**t` and
+        `1 - beta2**t` of update t.
         """
 
     def compute_rate(self, group: dict[str, Any], updates: int) -> float:
@@ -82,10 +80,8 @@ class BertAdam(OfficialAdam):
     """Adam without bias correction, used by the official VisualBERT and LXMERT code.
 
     `weight -= rate * (m / (sqrt(v) + eps) + weight_decay * weight)`, with m and v including the new gradient. The
-    schedule of a parameter does not advance while it has no gradient.
-
-    Args:
-        clip_tensor_norm: clip the gradient of each parameter to this norm; None: no clipping.
+    schedule of a parameter does not advance while it has no gradient. `clip_tensor_norm`: clip the gradient of each
+    parameter to this norm; None: no clipping.
     """
 
     # number of updates of a parameter -> its share of the peak learning rate; None: the group's `lr` is used
@@ -127,10 +123,8 @@ def build_optimizer(
     model: VisionLanguageModel, settings: TrainSettings, *, on_cpu: bool = False
 ) -> torch.optim.Optimizer:
     """An optimiser with the groups detector, encoder and head (and `*_no_decay` if norms and biases are not decayed).
-
-    Args:
-        on_cpu: the model is trained on the CPU, where the fused AdamW takes a third of the time. (On a GPU, torch's
-            default is fast.)
+    `on_cpu`: the model is trained on the CPU, where the fused AdamW takes a third of the time. On a GPU, torch's
+    default is fast.
     """
     parts = {
         "detector": (model.detector, settings.detector_lr),

@@ -52,10 +52,7 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
 
     With `resume`, training continues from the newest complete checkpoint there, exactly as if it had not stopped; a
     finished run is not changed. SIGTERM, SIGHUP and Ctrl-C end a run after its current step and a checkpoint. After an
-    error on one process, the launcher ends the others.
-
-    Returns:
-        The content of `metrics.json`.
+    error on one process, the launcher ends the others. Returns the content of `metrics.json`.
     """
     started = time.perf_counter()
     output = Path(config.output)
@@ -298,11 +295,8 @@ class Trainer:
                         return
 
     def train_step(self, micro_batches: list[Batch]) -> tuple[dict[str, float], int]:
-        """One optimiser step.
-
-        Returns:
-            The losses, their weighted sum `loss`, the gradient norm and the learning rates; and the number of a signal
-            that any process received, or 0.
+        """One optimiser step. Returns the losses, their weighted sum `loss`, the gradient norm and the learning rates;
+        and the number of a signal that any process received, or 0.
         """
         accelerator, detector, clip_norm = self.accelerator, self.config.detector, self.config.train.clip_norm
         objectives = objective_weights(self.config, self.total_steps, self.step)
@@ -372,10 +366,8 @@ class Trainer:
         bar.set_postfix({"loss": f"{means['loss']:.3f}"}, refresh=False)
 
     def evaluate(self, max_images: int | None, *, final: bool = False) -> dict[str, Any]:
-        """Evaluate the current model, log the metrics, and save it if it is the best so far.
-
-        Args:
-            max_images: maximum number of images per split; None = all.
+        """Evaluate the current model, log the metrics, and save it if it is the best so far. `max_images`: maximum
+        number of images per split; None = all.
         """
         self.stop.at_once = self.saved_step == self.step
         metrics = evaluate_splits(

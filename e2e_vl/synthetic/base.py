@@ -126,10 +126,8 @@ class FormatWriter(ABC):
 
     @abstractmethod
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
-        """Write all files of the format into a folder of its name.
-
-        Args:
-            scenes: the scenes of all splits, in the order of their image ids.
+        """Write all files of the format into a folder of its name. `scenes`: the scenes of all splits, in the order of
+        their image ids.
         """
 
 
@@ -179,10 +177,8 @@ def _corners(path: np.ndarray) -> np.ndarray:
 
 
 def draw_detections(scene: Scene, config: ImitatedDetectorConfig, rng: np.random.Generator) -> list[dict[str, Any]]:
-    """Detections as from an imperfect detector, at least one.
-
-    Returns:
-        dicts of `box` [x, y, w, h] in pixels, `category_id`, `category_name` and `score`.
+    """Detections as from an imperfect detector, at least one. Returns dicts of `box` [x, y, w, h] in pixels,
+    `category_id`, `category_name` and `score`.
     """
     size = scene.image.shape[1], scene.image.shape[0]
     truth = np.array([item.box for item in scene.objects], float)

@@ -41,9 +41,7 @@ def write_shortcuts(folder: Path, scenes: Sequence[SceneRecord], recipe: Recipe)
 
 def best_shortcuts(root: Path, data: str, split: str) -> dict[str, float]:
     """The best rule of all examples and of each family, "best_shortcut/<rule>" -> accuracy; empty if not drawn.
-
-    Args:
-        split: name of the split, perhaps with an ending, as in GQA's "val_balanced".
+    `split`: name of the split, perhaps with an ending, as in GQA's "val_balanced".
     """
     path = root / _FOLDERS.get(data, data) / FILE
     measured = read_json(path) if path.is_file() else {}

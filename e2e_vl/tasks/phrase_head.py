@@ -95,10 +95,8 @@ def log_attention_of(
 
 
 def overlapping(text_regions: TextRegions, text: Int64[Tensor, " P"], boxes: Ragged) -> Bool[Tensor, "P R"]:
-    """Regions whose IoU with any box of the phrase is at least 0.5.
-
-    Args:
-        boxes: the boxes of each phrase, xyxy in pixels of the resized image.
+    """Regions whose IoU with any box of the phrase is at least 0.5. `boxes`: the boxes of each phrase, xyxy in pixels
+    of the resized image.
     """
     phrase = boxes.owner  # phrase index of each box
     ours, true = text_regions.boxes[text[phrase]], boxes.values[:, None].to(text_regions.boxes)

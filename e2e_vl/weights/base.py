@@ -73,10 +73,8 @@ class WeightAdapter(abc.ABC):
         return tensors, []
 
     def export(self, model: VisionLanguageModel, task_name: str, path: Path) -> list[str]:
-        """Write a model in this format, if the adapter has a `suffix`.
-
-        Returns:
-            Names (`detector.`, `encoder.`, `task.`) that the format does not have and that were left out.
+        """Write a model in this format, if the adapter has a `suffix`. Returns names (`detector.`, `encoder.`, `task.`)
+        that the format does not have and that were left out.
         """
         raise NotImplementedError
 

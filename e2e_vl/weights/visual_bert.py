@@ -144,11 +144,8 @@ class OfficialVisualBert(WeightAdapter):
 
 
 def to_official(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
-    """The inverse of `OfficialVisualBert.convert`.
-
-    Returns:
-        The weights with official names, and the names that were left out: a detector other than R2C's region network,
-        and heads that no official model has.
+    """The inverse of `OfficialVisualBert.convert`. Returns the weights with official names, and the names that were
+    left out: a detector other than R2C's region network, and heads that no official model has.
     """
     head, left_out = rename_head(parts.task, HEADS.get(parts.task_name, NO_HEAD).names)
     state = {f"{TRUNK}{replace_module(name, invert(ENCODER))}": value for name, value in parts.encoder.items()}
@@ -215,10 +212,8 @@ class TransformersVisualBert(OfficialVisualBert):
 
 
 def to_transformers(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
-    """The inverse of `TransformersVisualBert.convert`, without tied weights.
-
-    Returns:
-        The weights with transformers' names, and the names that were left out: the detector and additional heads.
+    """The inverse of `TransformersVisualBert.convert`, without tied weights. Returns the weights with transformers'
+    names, and the names that were left out: the detector and additional heads.
     """
     official, left_out = to_official(dataclasses.replace(parts, detector={}))
     official.pop(f"{HEAD}{DECODER}", None)

@@ -174,11 +174,9 @@ class OfficialVLBert(WeightAdapter):
 
 
 def to_official(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
-    """The inverse of `OfficialVLBert.convert`: official names with the prefix `module.`.
-
-    Returns:
-        The weights, and the names (`detector.`, `encoder.`, `task.`) that an official model of this task does not have:
-        RPN and box head, learned vectors of pre-training, an unused pooler, and other objectives.
+    """The inverse of `OfficialVLBert.convert`: official names with the prefix `module.`. Returns the weights, and the
+    names (`detector.`, `encoder.`, `task.`) that an official model of this task does not have: RPN and box head,
+    learned vectors of pre-training, an unused pooler, and other objectives.
     """
     check_task(parts.task_name, list(HEADS), "VL-BERT")
     head, left_out = rename_head(parts.task, HEADS[parts.task_name])

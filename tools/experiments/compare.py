@@ -90,11 +90,7 @@ def make_jobs(
 def compare(
     jobs: dict[str, list[Job]], variants: dict[str, list[str]], metrics: Sequence[str] | None
 ) -> dict[str, Any]:
-    """The metrics of all variants.
-
-    Args:
-        metrics: names of metrics; None: all accuracies over all texts of the first split.
-    """
+    """The metrics of all variants. `metrics`: their names; None: all accuracies over all texts of the first split."""
     results = {name: [job.metrics for job in variant_jobs] for name, variant_jobs in jobs.items()}
     first = next(iter(results.values()))[0]
     accuracies = [key for key in first if re.fullmatch(r"[^/]*/accuracy[^/]*", key)]

@@ -253,7 +253,8 @@ def chance_accuracy(config: RunConfig, split: str) -> float:
     for text, objects in _texts(dataset):
         truth = text.truth
         if isinstance(truth, ReferredBoxes):
-            scores.append(_share_correct(objects, np.array([truth.box])))
+            if truth.boxes:  # accuracy is over expressions with a target
+                scores.append(_share_correct(objects, np.array(truth.boxes)))
         elif isinstance(truth, PhraseBoxes):
             scores += [_share_correct(objects, boxes) for boxes in truth.boxes or () if len(boxes)]
         elif isinstance(truth, HumanAnswers):
