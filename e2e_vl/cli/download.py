@@ -27,10 +27,9 @@ from detector.errors import MissingFileError, StoppedRunError, UserError
 from detector.io import read_yaml
 from detector.zoo import file_difference
 from e2e_vl.cli.main import make_parser, print_errors
-from e2e_vl.config import load_config
+from e2e_vl.config import CONFIGS, load_config
 from e2e_vl.parts import Settings, check_name, decode
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 RETRIES = 5  # of a transfer that breaks; each goes on where the last one stopped
 
 
@@ -105,10 +104,6 @@ class Table(Settings, frozen=True):
             check_name(name, self.sets if name not in self.files else self.files, "name")
         files = (file for name in names for file in (self.sets[name].files if name in self.sets else [name]))
         return {name: self.files[name] for name in files}
-
-    def configs(self, names: list[str]) -> list[str]:
-        """The configs that read these sets."""
-        return [config for name in names if name in self.sets for config in self.sets[name].configs]
 
 
 def read_table() -> Table:
@@ -258,7 +253,9 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     missing = {name: file for name, file in files.items() if problems[name]}
     print(check_disk(missing, data))
     if args.dry_run:
-        return dry_run(missing, table.configs(args.names), data)
+        return dry_run(
+            missing, [one for name in args.names if name in table.sets for one in table.sets[name].configs], data
+        )
     failed = 0
     for name, file in missing.items():
         try:

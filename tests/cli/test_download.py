@@ -9,16 +9,16 @@ import re
 import tarfile
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from e2e_vl.cli import download
-from e2e_vl.cli.download import CONFIGS, PublishedFile, Table, main, read_table
+from e2e_vl.cli.download import PublishedFile, Table, main, read_table
 from e2e_vl.cli.reproduce import PAPERS, read_paper
-from e2e_vl.config import load_config
+from e2e_vl.config import CONFIGS, load_config
 
 CONTENT = bytes(range(256)) * 5000  # 1.28 MB: more than a block of a download
 SHA256 = f"sha256:{hashlib.sha256(CONTENT).hexdigest()}"
@@ -260,27 +260,25 @@ def test_check_and_dry_run_change_nothing(run, server, tmp_path, capsys):
 # the table
 
 TABLE = read_table()
-PUBLISHED = {place for file in TABLE.files.values() for place in (*(file.holds or [file.path]), *file.links)}
 
 
-def places_of(name: str) -> set[str]:
-    return {one for file in TABLE.named([name]).values() for one in (*(file.holds or [file.path]), *file.links)}
+def places_of(files: Iterable[PublishedFile]) -> set[str]:
+    """All paths under DATA, and their folders."""
+    places = {one for file in files for one in (*(file.holds or [file.path]), *file.links)}
+    return places | {one.rpartition("/")[0] for one in places}
 
 
 def test_every_name_leads_to_files_that_say_where_they_are_published(capsys):
-    assert {"coco", "refcoco", "refcoco+", "refcocog", "grefcoco", "vqa", "gqa", "nlvr2"} <= set(TABLE.sets)
-    assert {"flickr30k", "vcr", "visual_genome", "captions", "vl_bert", "visual_bert"} <= set(TABLE.sets)
-    assert (
-        main([]) == 0
-        and all(name in capsys.readouterr().out for name in ["refcoco+"])
-        and not set(TABLE.sets) & set(TABLE.files)
+    names = (
+        "coco refcoco refcoco+ refcocog grefcoco vqa gqa nlvr2 flickr30k vcr visual_genome captions vl_bert visual_bert"
     )
+    assert set(names.split()) <= set(TABLE.sets) and not set(TABLE.sets) & set(TABLE.files)
+    assert main([]) == 0 and "> 13.5 GB  train2014, refcoco+_refs, mattnet_detections" in capsys.readouterr().out
+    assert {file for one in TABLE.sets.values() for file in one.files} <= set(TABLE.files)
     for file in TABLE.files.values():
         assert bool(file.address) != bool(file.form) and bool(file.path) != bool(file.holds)
-        assert all(one.startswith("http") for one in (*file.address, file.source)) and set(file.links.values()) <= set(
-            file.holds
-        )
-    assert {file for one in TABLE.sets.values() for file in one.files} <= set(TABLE.files)
+        assert all(one.startswith("http") for one in (*file.address, file.source))
+        assert set(file.links.values()) <= set(file.holds)
 
 
 @pytest.mark.parametrize("name", [name for name, one in TABLE.sets.items() if one.configs])
@@ -290,18 +288,12 @@ def test_files_lie_where_the_configs_look_for_them(name):
         files = [data.files, *(part.files for part in getattr(data.config, "parts", {}).values())]
         paths = [path for one in files for path in one.values() if path]
         own = {re.sub(r"\{\w+\}", "*", one) for path in paths for one in re.split(r"\+(?=en_corpus)", path)}
-        missing = {one for one in own if not fnmatch.filter(PUBLISHED | set(map(parent, PUBLISHED)), one)}
+        missing = {one for one in own if not fnmatch.filter(places_of(TABLE.files.values()), one)}
         assert all(one.startswith("features/") for one in missing), (config, missing)
-
-
-def parent(place: str) -> str:
-    return place.rpartition("/")[0]
 
 
 @pytest.mark.parametrize("paper", sorted(path.stem for path in PAPERS.glob("*.yaml")))
 def test_the_chains_of_papers_find_downloads(paper):
     for file in read_paper(paper).files.values():
         assert bool(file.download) != bool(file.address)
-        if file.download:
-            places = places_of(file.download)
-            assert file.path in places | set(map(parent, places))
+        assert not file.download or file.path in places_of(TABLE.named([file.download]).values())
