@@ -375,27 +375,25 @@ def _draw_head(
     maps = torch.from_numpy(text.maps[head.graph][head.layer, head.head]).float()[None, None]
     regions = slice(text.length, text.length + len(text.allowed))
     phrases = [row for row, boxes in enumerate(text.caption.boxes) if len(boxes)][:MAX_PHRASES]
+
+    def draw_regions(row: int, seen: np.ndarray, title: str, source: int | None = None) -> Overlay:
+        return _region_overlay(folder / f"{file}_{row}.jpg", text, head.graph, seen, row, f"{title}, {name}", source)
+
     if AttentionBlock.WORDS_TO_REGIONS in blocks:
         queries = choose_queries(text.caption, options)
         seen = attention_from(maps, torch.from_numpy(queries.spans), queries.piece)[0, 0, :, regions].numpy()
-        phrases = [row for row in phrases if queries.has_query[row]]
-        overlays = []
-        for row in phrases:
-            path, title = folder / f"{file}_{row}.jpg", f"“{text.caption.phrases[row]}”, {name}"
-            overlays.append(_region_overlay(path, text, head, seen[row], text.allowed, row, title))
-        return overlays
+        return [
+            draw_regions(row, seen[row], f"“{text.caption.phrases[row]}”") for row in phrases if queries.has_query[row]
+        ]
     if AttentionBlock.REGIONS_TO_REGIONS in blocks:
-        overlays = []
-        for row in phrases[:1]:
-            correct = np.flatnonzero(text.is_correct[row])
-            if len(correct):
-                source = correct[0]
-                others = text.allowed & (np.arange(len(text.allowed)) != source)
-                seen = maps[0, 0, regions, regions][source].numpy()
-                path = folder / f"{file}_{row}.jpg"
-                title = f"from the region of “{text.caption.phrases[row]}” to the others, {name}"
-                overlays.append(_region_overlay(path, text, head, seen, others, row, title, source=source))
-        return overlays
+        seen = maps[0, 0, regions, regions].numpy()
+        sources = [(row, np.flatnonzero(text.is_correct[row])) for row in phrases[:1]]
+        title = "from the region of “{}” to the others"
+        return [
+            draw_regions(row, seen[source[0]], title.format(text.caption.phrases[row]), source[0])
+            for row, source in sources
+            if len(source)
+        ]
     # word-to-word attention: average the rows of a word's wordpieces and sum the columns
     spans, slots = torch.from_numpy(text.caption.word_spans), torch.arange(maps.shape[3])
     inside = ((slots >= spans[:, :1]) & (slots < spans[:, 1:])).float()
@@ -442,43 +440,31 @@ def _draw_objects(folder: Path, results: AnalysisResults, text: TextAttention, g
 
 
 def _region_overlay(
-    path: Path,
-    text: TextAttention,
-    head: AttentionHead,
-    seen: np.ndarray,
-    allowed: np.ndarray,
-    phrase: int,
-    title: str,
-    source: int | None = None,
+    path: Path, text: TextAttention, graph: str, seen: np.ndarray, phrase: int, title: str, source: int | None = None
 ) -> Overlay:
-    """Colour the regions by attention, and draw the most attended one with its share and the annotated boxes."""
+    """Colour the regions by attention, and draw the most attended one with its share and the annotated boxes.
+
+    Args:
+        source: the region that attends; it is no candidate, and is drawn instead of the annotated boxes.
+    """
+    allowed = text.allowed & (np.arange(len(text.allowed)) != source) if source is not None else text.allowed
     seen = np.where(allowed, seen, 0)
-    total = float(seen.sum())
-    best = int(np.where(allowed, seen, -1).argmax()) if allowed.any() else None
-    is_correct = best is not None and bool(text.is_correct[phrase, best])
-    note = f"{total:.2f} of the attention is on regions"
-    if best is not None and source is None:
-        note += f"; the most attended one is {'correct' if is_correct else 'wrong'}"
-    shown = Overlay(text.index, text.caption.words, head.graph, title, note, path)
+    note, regions, marks = f"{seen.sum():.2f} of the attention is on regions", text.region_boxes, []
+    if allowed.any():
+        best = int(np.where(allowed, seen, -1).argmax())
+        is_correct = bool(text.is_correct[phrase, best])
+        marks.append((regions[best], f"{seen[best]:.2f}", BLUE if is_correct else RED))
+        if source is None:
+            note += f"; the most attended one is {'correct' if is_correct else 'wrong'}"
+    if source is not None:
+        marks.append((regions[source], "this region", GREEN))
+    else:
+        marks += [(box, "annotated", GREEN) for box in text.caption.boxes[phrase]]
+    shown = Overlay(text.index, text.caption.words, graph, title, note, path)
     try:
         image = load_image(text.file_name, "RGB")
     except (FileNotFoundError, ValueError) as error:  # in an archive, or absent because features are precomputed
         return dataclasses.replace(shown, file=None, problem=str(error))
-    regions = text.region_boxes
-    boxes, labels, colours = [], [], []
-    if best is not None:
-        boxes.append(regions[best])
-        labels.append(f"{seen[best]:.2f}")
-        colours.append(BLUE if is_correct else RED)
-    if source is not None:
-        boxes.append(regions[source])
-        labels.append("this region")
-        colours.append(GREEN)
-    else:
-        gold = text.caption.boxes[phrase]
-        boxes += list(gold)
-        labels += ["annotated"] * len(gold)
-        colours += [GREEN] * len(gold)
-    picture = draw_boxes(draw_heat_map(image, regions[allowed], seen[allowed]), boxes, labels, colours, title)
+    picture = draw_boxes(draw_heat_map(image, regions[allowed], seen[allowed]), *zip(*marks, strict=True), title)
     Image.fromarray(picture).save(path, "JPEG", quality=88)
     return shown

@@ -191,8 +191,8 @@ def build_tables(metrics: Mapping[str, Any], split: str, counts: Cells | None = 
         own = frozenset(values) - {ALL}
         joined = next((one for one in alike if own and own <= one), own)
         alike.setdefault(joined, {})[column] = values
-    tables = [Table.build("all texts", whole)] if whole else []
-    return [*tables, *(Table.build("by family" if names else "answers", cells) for names, cells in alike.items())]
+    tables = [Table.build("overall", whole)] if whole else []
+    return [*tables, *(Table.build("by kind" if names else "answers", cells) for names, cells in alike.items())]
 
 
 # Predictions in a report: counts by family, frequent mistakes, and random samples.

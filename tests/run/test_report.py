@@ -149,13 +149,13 @@ def test_metrics_of_a_split_become_tables_with_box_sources_side_by_side():
     both = ["gt boxes", "predicted boxes"]
     texts = {("texts", ""): {"all": 5, "relation": 5}}
     assert build_tables(metrics, "val", texts) == [
-        Table("all texts", [("", both)], {"n acc": [0.8, 0.7], "giou": [0.2, None], "count": [5.0, 5.0]}),
-        Table(*("by family", [("n acc", ["gt boxes"]), ("texts", [""])]), {"all": [0.8, 5], "relation": [0.5, 5]}),
-        Table("by family", [("n acc", ["predicted boxes"])], {"all": [0.7], "in front": [None]}),
+        Table("overall", [("", both)], {"n acc": [0.8, 0.7], "giou": [0.2, None], "count": [5.0, 5.0]}),
+        Table(*("by kind", [("n acc", ["gt boxes"]), ("texts", [""])]), {"all": [0.8, 5], "relation": [0.5, 5]}),
+        Table("by kind", [("n acc", ["predicted boxes"])], {"all": [0.7], "in front": [None]}),
     ]
     assert build_tables(metrics, "testA") == [
-        Table("all texts", [("", [""])], {"n acc": [0.1]}),
-        Table("by family", [("best shortcut", [""])], {"how many": [0.25]}),
+        Table("overall", [("", [""])], {"n acc": [0.1]}),
+        Table("by kind", [("best shortcut", [""])], {"how many": [0.25]}),
     ]
 
 
@@ -290,7 +290,7 @@ def test_the_report_of_a_run_is_one_self_contained_page(trained_run):
     assert len(pictures) == page.count("<figcaption>")
     words, counts = text_of(page), []
     assert "Referring expressions (RefCOCO, RefCOCO+, RefCOCOg): which region does an expression refer to?" in words
-    assert words.index("command") < words.index("settings differ") < words.index("all texts")
+    assert words.index("command") < words.index("settings differ") < words.index("overall")
     for boxes, name in (("gt", "gt boxes"), ("detections", "detected boxes"), ("online", "predicted boxes")):
         records = predictions_of(trained_run.path, f"val_{boxes}")
         wrong = sum(record["correct"] == 0 for record in records)
@@ -314,7 +314,7 @@ def test_errors_come_first_and_only_some_are_shown(run):
     words = text_of(report(run, guess(text="fine"), wrong, guess(correct=None)))
     assert "Wrong with gt boxes: 1 of 1 bad wrong: blue (0.26) ground truth: red colours" in words
     assert words.index("Wrong with") < words.index("Correct with") < words.index("Unlabelled with")
-    assert "texts wrong unlabelled gt boxes gt boxes gt boxes all 3 1 1 colours 1 1 0" in words
+    assert "texts wrong unlabelled all 3 1 1 colours 1 1 0" in words
 
     page = report(run, *[guess()] * 3, *[guess(correct=0.0)] * 5, *[guess(correct=0.5)] * 2, number=2)
     assert page.count("<figure>") == 6
@@ -347,7 +347,7 @@ def test_the_command_is_the_one_that_was_typed(monkeypatch):
 def test_a_run_without_evaluations_or_losses_has_a_report(run):
     RunLog(run / "log.jsonl", enabled=True).write(1, "eval", {"val/accuracy_gt_boxes": None})
     page = write_report(run, settings(run), FakeTask()).read_text(encoding="utf-8")
-    assert images_of(page) == [] and "Curves" not in page and "all texts gt boxes accuracy 0.500" in text_of(page)
+    assert images_of(page) == [] and "Curves" not in page and "overall gt boxes accuracy 0.500" in text_of(page)
 
 
 def test_pictures_are_small_keep_their_colours_and_may_be_wide_or_missing(run):
