@@ -16,10 +16,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
+from torchvision.models import detection
 from transformers import BertConfig, BertModel
 
-from e2e_vl.cli import analyze_attention, ask, explore, run
+from e2e_vl.cli import analyze_attention, ask, convert_annotations, explore, run
 from e2e_vl.text import build_vocabulary
 
 ROOT = Path(__file__).parents[1]
@@ -92,6 +95,7 @@ def run_command(command: str, placeholders: dict[str, str]) -> None:
         ".venv/bin/pytest": lambda: 0,  # this very run
         "tools/train.py": lambda: run.train([*options, *reduced(options, placeholders)]),
         "e2e-vl ask": lambda: ask.main(options, "e2e-vl ask"),
+        "e2e-vl convert-annotations": lambda: convert_annotations.main(options),
         # a server, and a run that no page makes: their own tests run them, here only the options are read
         "e2e-vl explore": lambda: int(not explore.build_parser().parse_args(options)),
         "e2e-vl analyze-attention": lambda: int(not analyze_attention.build_parser().parse_args(options)),
@@ -111,7 +115,8 @@ def reduced(options: list[str], placeholders: dict[str, str]) -> list[str]:
         tiny = yaml.safe_dump({**SMALL, "geometry_dim": 32}, default_flow_style=True).strip()
         detector = f"detector.config={placeholders['DETECTOR']}/config.yaml"
         return [*FEW_STEPS, "train.accumulate=1", "data.workers=0", detector, f"encoder.config={tiny}"]
-    return ["train.max_steps=2"]
+    weights = [f"detector.weights={placeholders['COCO']}"] if "coco_weights" in config else []
+    return ["train.max_steps=2", *weights]
 
 
 def run_tool(words: list[str]) -> int:
@@ -143,8 +148,15 @@ def test_readme(folder: Path, placeholders: dict[str, str]) -> None:
 
 
 def test_the_page_about_own_data(folder: Path, placeholders: dict[str, str]) -> None:
-    names, commands = run_page("docs/your_own_data.md", placeholders)
-    assert names["answer"].box is not None and commands == 3
+    coco = detection.fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None)  # 91 classes
+    torch.save(coco.state_dict(), folder / "coco.pth")
+    page = "docs/your_own_data.md"
+    names, commands = run_page(page, placeholders | {"COCO": str(folder / "coco.pth")})
+    assert names["answer"].box is not None and commands == 5
+    kept = load_file(folder / "runs" / "own_data_coco_weights" / "model" / "detector" / "model.safetensors")
+    first = "backbone.body.0.0.weight"  # frozen
+    assert torch.equal(kept[first], coco.state_dict()[first])
+    assert len(kept["roi_heads.box_predictor.cls_score.weight"]) == 2  # one category and the background
     metrics = json.loads((folder / "runs" / "own_data_vqa" / "metrics.json").read_text("utf-8"))
     assert "train/accuracy_gt_boxes" in metrics and "val/accuracy_gt_boxes" in metrics
 

@@ -2,16 +2,10 @@
 
     e2e-vl convert-annotations EXPORT --expressions expressions.csv --output own_data
 
-EXPORT is COCO JSON (CVAT, Label Studio), a folder of LabelMe's JSON files, a folder in YOLO's format (with data.yaml,
-classes.txt or obj.names), or a CSV file with the columns image, label, x, y, width, height (or xmin, ymin, xmax, ymax).
-The photos are in OUTPUT/images, or in --images.
-
-Expressions are a CSV file with the columns image, box, text and, if wanted, split, or a list of such objects in a JSON
-file. `box` is an annotation's id (COCO), its number in its file from 1 (others), or [x, y, width, height] (in CSV, four
-columns). The column `text` of a CSV file of boxes, the descriptions of LabelMe's shapes and CVAT's attribute
-`expression` are expressions too. Without any, the only box of a category in a photo is called by the category.
-
-Writes OUTPUT/instances.json and OUTPUT/refs.json, and prints the command that trains on them.
+EXPORT is COCO JSON (CVAT, Label Studio), LabelMe's JSON files, YOLO's text files with data.yaml, classes.txt or
+obj.names, or a CSV file with the columns image, label, x, y, width, height. The photos are in OUTPUT/images, or in
+--images. Expressions have the columns image, box (the id in COCO JSON, else the number in its file) and text. See
+docs/your_own_data.md. Writes OUTPUT/instances.json and OUTPUT/refs.json, and prints the command that trains on them.
 """
 
 from __future__ import annotations
@@ -21,12 +15,13 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+from pycocotools import mask
+
 from detector.errors import UserError, user_path
 from detector.io import write_json
 from e2e_vl.cli.main import make_parser, print_errors
-from e2e_vl.data.annotation_tools import Box, Photos, Row, read_boxes, read_rows
-from e2e_vl.io import FourNumbers
-from e2e_vl.metrics.refcoco import box_iou
+from e2e_vl.data.annotation_tools import Photos, Row, read_boxes, read_rows
 
 
 @print_errors
@@ -56,56 +51,52 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     return 0
 
 
-def convert(boxes: Sequence[Box], rows: Sequence[Row], photos: Photos, val: float) -> tuple[dict, list[dict]]:
+def convert(boxes: Sequence[Row], rows: Sequence[Row], photos: Photos, val: float) -> tuple[dict, list[dict]]:
     """The contents of an instances file and of a refs file.
 
     Args:
-        rows: expressions.
-        val: share of the photos in the split val, drawn at random; a split in `rows` goes first.
+        boxes: see `read_boxes`; their texts are expressions too.
+        rows: expressions about them.
+        val: share of the photos in the split val, drawn at random; a split of a row goes first.
     """
-    names = sorted({one.photo for one in boxes})
-    images = [
-        {"id": number, "file_name": name, **dict(zip(("width", "height"), photos.size(name), strict=True))}
-        for number, name in enumerate(names, start=1)
-    ]
-    of_photo = {image["file_name"]: image for image in images}
-    categories = {name: number for number, name in enumerate(sorted({one.category for one in boxes}), start=1)}
+    images, labels = {}, sorted({one.label for one in boxes})
+    for photo in sorted({one.image for one in boxes}):
+        width, height = photos.size(photo)
+        images[photo] = {"id": photo.rpartition(".")[0], "file_name": photo, "width": width, "height": height}
     annotations: dict[tuple, dict] = {}  # by photo, category and box, which a CSV file may repeat
-    found: dict[str, dict[str, dict]] = {name: {} for name in names}  # by photo and id in the export
+    found: dict[str, dict[str, dict]] = {photo: {} for photo in images}  # by photo and id in the export
     texts = []
     for one in boxes:
-        image, (x, y, width, height) = of_photo[one.photo], one.box
+        image, (x, y, width, height) = images[one.image], one.box
         x, y, right, bottom = max(x, 0), max(y, 0), min(x + width, image["width"]), min(y + height, image["height"])
         box = [round(value, 2) for value in (x, y, right - x, bottom - y)]
-        ids = {"image_id": image["id"], "category_id": categories[one.category]}
-        new = {"id": len(annotations) + 1, **ids, "bbox": box, "area": box[2] * box[3], "iscrowd": int(one.is_crowd)}
-        target = found[one.photo][str(one.id)] = annotations.setdefault((one.photo, one.category, *box), new)
-        texts += [(target, one.text)] if one.text else []
-    chosen = random.Random(0).sample(names, round(val * len(names)))
-    splits = {name: "val" if name in chosen else "train" for name in names}
+        ids = {"id": len(annotations) + 1, "image_id": image["id"], "category_id": labels.index(one.label) + 1}
+        new = {**ids, "bbox": box, "area": box[2] * box[3], "iscrowd": int(one.is_crowd)}
+        target = found[one.image][str(one.id)] = annotations.setdefault((one.image, one.label, *box), new)
+        texts.append((target, one.text, one.split))
     for row in rows:
-        photo = photos.find(row.image)
-        targets = found.get(photo, {})
+        targets = found.get(photo := photos.find(row.image), {})
         target = targets.get(str(row.box))
-        if isinstance(row.box, tuple):
-            overlaps = {_iou(one["bbox"], row.box): one for one in targets.values()}
-            target = overlaps[max(overlaps)] if max(overlaps, default=0) >= 0.5 else None
+        if isinstance(row.box, tuple) and targets:
+            own = np.array([one["bbox"] for one in targets.values()])
+            overlaps = mask.iou(np.array([row.box]), own, [0] * len(own))[0]
+            target = [*targets.values()][overlaps.argmax()] if overlaps.max() >= 0.5 else None
         if target is None:
             raise UserError(f"The expression '{row.text}': {photo} has no box {row.box}, but {', '.join(targets)}.")
-        splits[photo] = row.split or splits[photo]
-        texts.append((target, row.text))
-    if not texts:
+        texts.append((target, row.text, row.split))
+    if not any(text for _, text, _ in texts):  # the only box of a category in a photo is called by it
         counts = Counter((one["image_id"], one["category_id"]) for one in annotations.values())
-        texts = [(one, key[1]) for key, one in annotations.items() if counts[one["image_id"], one["category_id"]] == 1]
-    refs = {}
-    for number, (one, text) in enumerate(texts, start=1):
+        alone = [one for one in annotations.values() if counts[one["image_id"], one["category_id"]] == 1]
+        texts += [(one, labels[one["category_id"] - 1], "") for one in alone]
+    named = sorted({one["image_id"] for one, text, _ in texts if text})
+    chosen = random.Random(0).sample(named, round(val * len(named)))
+    splits = {name: "val" if name in chosen else "train" for name in named}
+    splits |= {one["image_id"]: split for one, _, split in texts if split}
+    refs: dict[int, dict] = {}
+    for number, (one, text, _) in enumerate((row for row in texts if row[1]), start=1):
         ids = {"ref_id": one["id"], "ann_id": one["id"], "image_id": one["image_id"]}
-        ref = refs.setdefault(one["id"], {**ids, "split": splits[names[one["image_id"] - 1]], "sentences": []})
+        ref = refs.setdefault(one["id"], {**ids, "split": splits[one["image_id"]], "sentences": []})
         ref["sentences"].append({"sent_id": number, "sent": text.strip()})
-    listed = [{"id": number, "name": name} for name, number in categories.items()]
-    return {"images": images, "annotations": [*annotations.values()], "categories": listed}, [*refs.values()]
-
-
-def _iou(first: FourNumbers, second: FourNumbers) -> float:
-    (x, y, width, height), (left, top, *sides) = first, second
-    return float(box_iou((x, y, x + width, y + height), (left, top, left + sides[0], top + sides[1]), "mattnet"))
+    categories = [{"id": number, "name": name} for number, name in enumerate(labels, start=1)]
+    content = {"images": [*images.values()], "annotations": [*annotations.values()], "categories": categories}
+    return content, [*refs.values()]

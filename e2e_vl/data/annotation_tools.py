@@ -1,7 +1,4 @@
-"""Boxes as annotation tools export them: COCO JSON (CVAT, Label Studio), LabelMe, YOLO, CSV.
-
-Boxes are [x, y, width, height] in pixels of the photo as it is stored (after its EXIF rotation).
-"""
+"""Boxes as annotation tools export them: COCO JSON (CVAT, Label Studio), LabelMe, YOLO, CSV."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import msgspec
 import numpy as np
 from PIL import Image
 
-from detector.errors import MissingFileError, UserError, reading
+from detector.errors import UserError, reading
 from detector.io import read_json, read_yaml
 from e2e_vl.data.coco import InstancesFile
 from e2e_vl.io import FourNumbers, Id, Name, Record, Side, read_text
@@ -25,25 +22,16 @@ CLASS_FILES = ("data.yaml", "classes.txt", "obj.names")  # of YOLO: Ultralytics,
 COLUMNS = {"filename": "image", "file_name": "image", "class": "label", "category": "label"}  # other names of columns
 
 
-class Box(Record):
-    """One box of a photo."""
-
-    photo: str  # file, relative to the folder of photos
-    id: Id | None  # of COCO's annotation; elsewhere the number of the shape, line or row in its file, from 1
-    category: str
-    box: FourNumbers
-    is_crowd: bool = False
-    text: str | None = None  # an expression that the annotations have for it
-
-
 class Row(Record):
-    """One row of a CSV file, or one object of a list in a JSON file: a box, an expression about a box, or both."""
+    """A box, an expression about a box, or both."""
 
-    image: Name
+    image: Name  # of `read_boxes`: the photo, relative to the folder of photos
     label: str = ""
-    text: str = ""
+    box: FourNumbers | Id | None = None  # [x, y, width, height], pixels, after the EXIF rotation; or the id of a box
+    text: str | None = None
     split: str = ""
-    box: FourNumbers | Id | None = None  # or the id of a `Box`
+    id: Id | None = None  # in COCO JSON; elsewhere the number of the shape, line or row in its file, from 1
+    is_crowd: bool = False
 
 
 class Photos:
@@ -90,15 +78,13 @@ class _LabelMe(Record, rename="camel"):
     shapes: list[_Shape]
 
 
-def read_boxes(source: Path, photos: Photos) -> Iterator[Box]:
+def read_boxes(source: Path, photos: Photos) -> Iterator[Row]:
     """All boxes of a CSV, COCO or LabelMe file, or of a folder with such JSON files or with YOLO's text files."""
     if source.suffix == ".csv":
         for number, row in enumerate(read_rows(source), start=1):
             if not row.label or not isinstance(row.box, tuple):
-                raise UserError(
-                    f"{source}, row {number}: a box needs the columns image, label, x, y, width and height."
-                )
-            yield Box(photos.find(row.image), number, row.label, row.box, text=row.text)
+                raise UserError(f"{source}, row {number}: it needs image, label, x, y, width and height.")
+            yield msgspec.structs.replace(row, image=photos.find(row.image), id=number)
         return
     files = [source] if source.is_file() else sorted(source.rglob("*.json"))
     kinds = {path: [key for key in ("annotations", "shapes") if key in read_json(path)] for path in files}
@@ -109,13 +95,13 @@ def read_boxes(source: Path, photos: Photos) -> Iterator[Box]:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Columns or keys as in `Row`; in CSV, a box is x, y, width, height or xmin, ymin, xmax, ymax."""
+    """The rows of a CSV or JSON file; in CSV, a box is x, y, width, height or xmin, ymin, xmax, ymax."""
     if path.suffix != ".csv":
         return read_json(path, list[Row])
     rows = []
     for line in csv.DictReader(io.StringIO(read_text(path))):
         row = {COLUMNS.get(name, name): value for name, value in line.items() if name and value}
-        with reading(f"{path}: {line}", KeyError, ValueError, TypeError, msgspec.ValidationError):
+        with reading(f"{path}: {line}", KeyError, ValueError, msgspec.ValidationError):
             if "xmin" in row:
                 x, y, right, bottom = (float(row[name]) for name in ("xmin", "ymin", "xmax", "ymax"))
                 row["box"] = (x, y, right - x, bottom - y)
@@ -125,19 +111,20 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def _read_coco(path: Path, photos: Photos) -> Iterator[Box]:
+def _read_coco(path: Path, photos: Photos) -> Iterator[Row]:
     content = read_json(path, InstancesFile)
     names = {one.id: one.name for one in content.categories}
     found = {one.id: photos.find(one.file_name) for one in content.images}
     for one in content.images:
         photos.size(found[one.id], (one.width, one.height))
-    for row in content.annotations:
-        with reading(f"{path}: annotation {row.id}", KeyError):
-            photo, category = found[row.image_id], names[row.category_id]
-        yield Box(photo, row.id, category, row.bbox, bool(row.iscrowd), row.attributes.get("expression"))
+    for one in content.annotations:
+        with reading(f"{path}: annotation {one.id}", KeyError):
+            photo, label = found[one.image_id], names[one.category_id]
+        text = one.attributes.get("expression")  # of CVAT
+        yield Row(photo, label, one.bbox, text, id=one.id, is_crowd=bool(one.iscrowd))
 
 
-def _read_labelme(path: Path, photos: Photos) -> Iterator[Box]:
+def _read_labelme(path: Path, photos: Photos) -> Iterator[Row]:
     content = read_json(path, _LabelMe)
     photo = photos.find(content.image_path)
     photos.size(photo, (content.image_width, content.image_height))
@@ -146,14 +133,14 @@ def _read_labelme(path: Path, photos: Photos) -> Iterator[Box]:
         if shape.shape_type == "circle":  # its centre and a point of its edge
             points = points[0] + np.linalg.norm(points[1] - points[0]) * np.array([[-1, -1], [1, 1]])
         if shape.shape_type not in ("point", "points", "line", "linestrip"):
-            yield Box(photo, number, shape.label, _around(points), text=shape.description)
+            yield Row(photo, shape.label, _around(points), shape.description, id=number)
 
 
-def _read_yolo(folder: Path, photos: Photos) -> Iterator[Box]:
+def _read_yolo(folder: Path, photos: Photos) -> Iterator[Row]:
     """Lines `class x_centre y_centre width height [score]` or `class x1 y1 x2 y2 x3 y3 ...`, shares of the sides."""
     lists = [path for name in CLASS_FILES for path in sorted(folder.rglob(name))]
     if not lists:
-        raise MissingFileError(f"{folder}: no JSON of COCO or LabelMe, and no {', '.join(CLASS_FILES)} of YOLO.")
+        raise UserError(f"{folder}: no JSON of COCO or LabelMe, and no {', '.join(CLASS_FILES)} of YOLO.")
     names = read_yaml(lists[0])["names"] if lists[0].suffix == ".yaml" else read_text(lists[0]).splitlines()
     for path in sorted(folder.rglob("*.txt")):
         lines = [line.split() for line in read_text(path).splitlines()]
@@ -162,10 +149,10 @@ def _read_yolo(folder: Path, photos: Photos) -> Iterator[Box]:
         photo = photos.find(str(path.relative_to(folder).with_suffix(""))) if lines else ""
         for number, line in enumerate(lines, start=1):
             with reading(f"{path}, line {number}", LookupError, ValueError):
-                category, points = names[int(line[0])], np.array(line[1:], dtype=float)
+                label, points = names[int(line[0])], np.array(line[1:], dtype=float)
             if len(points) <= 5:
                 points = np.concatenate([points[:2] - points[2:4] / 2, points[:2] + points[2:4] / 2])
-            yield Box(photo, number, category, _around(points.reshape(-1, 2) * photos.size(photo)))
+            yield Row(photo, label, _around(points.reshape(-1, 2) * photos.size(photo)), id=number)
 
 
 def _around(points: np.ndarray) -> FourNumbers:

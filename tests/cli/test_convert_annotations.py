@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -70,27 +69,27 @@ def yolo(name: str, *, polygons: bool = False) -> str:
 
 HEADERS = "filename,width,height,class,xmin,ymin,xmax,ymax\n"
 STUDIO = {"a.jpg": "images\\1/90fbb0c7-a.jpg", "b.jpg": "../../label-studio/media/upload/1/0b618f6a-b.jpg"}
-EXPORTS: dict[str, Callable[[], dict[str, str]]] = {  # files of the export
-    "CVAT": lambda: {"annotations/instances_default.json": coco({"a.jpg": "set/a.jpg", "b.jpg": "b.jpg"}, 1)},
-    "Label Studio": lambda: {"result.json": coco(STUDIO, 0)},
-    "LabelMe": lambda: {"a.json": labelme("a.jpg"), "b.json": labelme("b.jpg")},
-    "YOLO": lambda: {
+EXPORTS: dict[str, dict[str, str]] = {  # files of the export
+    "CVAT": {"annotations/instances_default.json": coco({"a.jpg": "set/a.jpg", "b.jpg": "b.jpg"}, 1)},
+    "Label Studio": {"result.json": coco(STUDIO, 0)},
+    "LabelMe": {"a.json": labelme("a.jpg"), "b.json": labelme("b.jpg")},
+    "YOLO": {
         "data.yaml": "train: train.txt\nnames:\n  0: mug\n  1: pen\n",
         "train.txt": "images/train/a.jpg\nimages/train/b.jpg\n",
         "labels/train/a.txt": yolo("a.jpg", polygons=True),
         "labels/train/b.txt": yolo("b.jpg"),
     },
-    "YOLO of Label Studio": lambda: {
+    "YOLO of Label Studio": {
         "classes.txt": "mug\npen\n",
         "notes.json": '{"categories": [], "info": {}}',
         "labels/90fbb0c7-a.txt": yolo("a.jpg"),
         "labels/0b618f6a-b.txt": yolo("b.jpg"),
     },
-    "CSV": lambda: {
-        "boxes.csv": "image,label,x,y,width,height,text\n"
-        + "".join(f"{name},{label},{x},{y},{w},{h},the {label}\n" for name, _, label, x, y, w, h in [*ROWS, ROWS[0]])
+    "CSV": {
+        "split.csv": "image,label,x,y,width,height,text,split\n"
+        + "".join(f"{name},{label},{x},{y},{w},{h},{label},test\n" for name, _, label, x, y, w, h in (*ROWS, ROWS[0]))
     },
-    "CSV of corners": lambda: {
+    "CSV of corners": {
         "boxes.csv": HEADERS
         + "".join(f"{name},100,80,{label},{x},{y},{x + w},{y + h}\n" for name, _, label, x, y, w, h in ROWS)
     },
@@ -103,7 +102,7 @@ def export(request, tmp_path: Path) -> Path:
 
 
 def write_export(folder: Path, kind: str) -> Path:
-    for name, content in EXPORTS[kind]().items():
+    for name, content in EXPORTS[kind].items():
         path = folder / "export" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content, encoding="utf-8")
@@ -115,7 +114,7 @@ def converted(export: Path, photos: Path, *words: object) -> tuple[CocoInstances
     assert tool.main([*map(str, (export, "--output", photos.parent, *words))]) == 0
     instances = CocoInstances(photos.parent / "instances.json")
     expressions = read_expressions(photos.parent / "refs.json", instances)
-    return instances, {(one.ann_id, one.words): one.split for one in expressions}
+    return instances, {(one.ann_ids[0], one.words): one.split for one in expressions}
 
 
 def test_every_export_gives_the_same_boxes(export, photos):
@@ -123,11 +122,12 @@ def test_every_export_gives_the_same_boxes(export, photos):
     assert instances.class_names == ["mug", "pen"]
     images = sorted(instances.images, key=lambda image: Path(image.file_name).name)
     assert [image.file_name for image in images] == ["set/a.jpg", "b.jpg"]
-    assert [(image.width, image.height) for image in images] == [*SIZES.values()]
+    assert [(image.id, image.width, image.height) for image in images] == [("set/a", 100, 80), ("b", 80, 100)]
     for image, own in zip(images, BOXES.values(), strict=True):
         found = [(instances.class_names[one.class_index], *one.box) for one in image.objects]
         assert found == [(label, x, y, x + w, y + h) for label, x, y, w, h in own]
     assert len(expressions) == (1 if "b.json" in {path.name for path in export.glob("*")} else 3)
+    assert {*expressions.values()} == {"test" if export.stem == "split" else "train"}
 
 
 TEXTS = """image,box,x,y,width,height,text,split
