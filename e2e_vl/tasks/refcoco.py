@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import Self
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from e2e_vl.metrics.refcoco import ReferringPrediction, referring_metrics, write
 from e2e_vl.predictions import Box, Ranked, box_text
 from e2e_vl.samples import Question, ReferredBoxes, Sample, SampleText
 from e2e_vl.structures import (
+    Ability,
     Batch,
     EncoderOutput,
     ModelOutput,
@@ -34,7 +36,7 @@ from e2e_vl.structures import (
     at_least_float32,
     class_names_of,
 )
-from e2e_vl.tasks.base import Head, HeadInit, PredictionSummary, Task, Transform, candidate_regions, phrase_boxes
+from e2e_vl.tasks.base import Head, HeadInit, PredictionSummary, Sizes, Task, Transform, candidate_regions, phrase_boxes
 from e2e_vl.tasks.config import ReferringConfig
 from e2e_vl.text import TextTokenizer
 
@@ -86,12 +88,20 @@ class ReferringTask(Task):
         copies={"masked_regions.transform.": "head.transform."}, random=("head.output.", "null_head.")
     )
 
-    def __init__(self, hidden_size: int, config: ReferringConfig | None = None):
+    def __init__(self, hidden_size: int, config: ReferringConfig | None = None, summary_size: int | None = None):
         super().__init__()
         self.config = config = config or ReferringConfig()
         self.head = Head(hidden_size, None, config.dropout, config.new_layers, transform=Transform(hidden_size))
         if config.null_candidate:
-            self.null_head = Head(hidden_size, None, config.dropout, config.new_layers)
+            self.null_head = Head(summary_size or hidden_size, None, config.dropout, config.new_layers)
+
+    @classmethod
+    def build(cls, sizes: Sizes, config: ReferringConfig) -> Self:
+        return cls(sizes.hidden_size, config, sizes.summary_size)
+
+    @property
+    def needs(self) -> tuple[Ability, ...]:
+        return (Ability.SUMMARY_OF_SINGLE,) if self.config.null_candidate else ()
 
     def preprocessor(self, text_tokenizer: TextTokenizer) -> ReferringPreprocessor:
         return ReferringPreprocessor(text_tokenizer)
@@ -114,8 +124,7 @@ class ReferringTask(Task):
             text_regions, whole_image_can_win=config.whole_image_can_win, may_be_empty=config.no_region_is_miss
         )
         if config.null_candidate:
-            null = at_least_float32(self.null_head(encoded.text[:, :1]))  # of [CLS]
-            scores = torch.cat([scores, null], dim=1)
+            scores = torch.cat([scores, at_least_float32(self.null_head(encoded.summary))[:, None]], dim=1)
             candidates = F.pad(candidates, (0, 1), value=True)
         losses = {}
         if batch.targets is not None and batch.targets.boxes is not None:

@@ -127,7 +127,7 @@ def test_the_null_candidate_is_right_where_nothing_fits(loss):
     batch, regions, text_regions = expressions_about(image_index=(0, 1, 1))
     batch.targets = about([BOXES[0][1]], [], BOXES[1][:2])
     states = encoded(text_regions)
-    states = dataclasses.replace(states, text=torch.randn(3, 2, HIDDEN))
+    states = dataclasses.replace(states, summary=torch.randn(3, HIDDEN))
     output = task(batch, text_regions, states)
     [found] = output.losses.values()
     found.total.backward()
