@@ -21,7 +21,7 @@ from detector.errors import UserError
 class ImageBytes:
     """The contents of an image file in an archive or in memory."""
 
-    content: bytes
+    content: bytes = dataclasses.field(repr=False)
     name: str  # archive and member, or what it is, for error messages
 
 
