@@ -87,11 +87,6 @@ class Answer:
             for one in self.prediction.grounded
         ]
 
-    @property
-    def image_names(self) -> list[str]:
-        """Paths or addresses of the images."""
-        return [image.name if isinstance(image, ImageBytes) else str(image) for image in self.images]
-
     def draw(self, image: int = 0) -> Image.Image:
         """Draw the boxes of the answer, or else the regions with the most attention.
 
@@ -101,12 +96,11 @@ class Answer:
             image: image index, for a text about several images.
         """
         phrases = self.shown_phrases() if image == 0 else []
+        asked = self.question if self.answer_boxes or not self.text else f"{self.question} -> {self.text}"
+        title = "\n".join((asked, *self.warnings))
         if self.answer_boxes:
             labels, boxes = map(list, zip(*self.answer_boxes, strict=True))
-            title = "\n".join((self.question, *self.warnings))
             return draw_on(self.images[image], boxes, labels, title, phrases=phrases)
-        title = f"{self.question} -> {self.text}" if self.text else self.question
-        title = "\n".join((title, *self.warnings))
         masked = self.prediction.masked_regions  # they are the first candidates
         covered = [one.box for one in masked]
         labels = [f"masked: {one.classes[0][0]} {one.classes[0][1]:.2f}" for one in masked]
@@ -164,10 +158,9 @@ class ImageRegions:
         return len(self.boxes)
 
     def __repr__(self) -> str:
-        best = [f"{name} {score:.2f}" for name, score in zip(self.names[:3], self.scores, strict=False)]
-        more = ["..."] if len(self) > len(best) else []
-        size = f"features {list(self.features.shape)}"
-        return f"<{len(self)} ImageRegions: {', '.join([*best, *more, size])}{self.warning and f'; {self.warning}'}>"
+        best = ", ".join(f"{name} {score:.2f}" for name, score in zip(self.names[:3], self.scores, strict=False))
+        size = f"{len(self)} ImageRegions with {self.features.shape[1]} features"
+        return f"<{size}, best {best}{self.warning and f'; {self.warning}'}>"
 
     def draw(self) -> Image.Image:
         """Draw the regions with their classes and scores, except those with very low scores."""
@@ -198,8 +191,8 @@ def draw_on(
     phrases: Sequence[GroundedPhrase] = (),
 ) -> Image.Image:
     """Draw boxes given in pixels of the original image; pixels inside the `covered` boxes become grey."""
-    content, name = (image.content, image.name) if isinstance(image, ImageBytes) else (image, str(image))
-    pixels, size = load_resized(content, DISPLAY_SIZE, "RGB", name)
+    content = image.content if isinstance(image, ImageBytes) else image
+    pixels, size = load_resized(content, DISPLAY_SIZE, "RGB", str(image))
     pixels = pixels.copy()
 
     def on_picture(boxes: Any) -> np.ndarray:
@@ -243,7 +236,7 @@ class TrainedDetector:
         self.network = source.detector.to(choose_device(device)).eval()
 
     def __repr__(self) -> str:
-        return f"<TrainedDetector {self.source.weights or 'of a run'}: {_describe_detector(self.network)}>"
+        return f"<TrainedDetector {self.source.weights or 'of a run'}, {self.network.num_classes} classes>"
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
@@ -361,7 +354,7 @@ class TrainedModel(
         parameters = sum(one.numel() for one in self.network.parameters())
         rows = {
             "task": config.task.name,
-            "detector": f"{config.detector.backend}, {_describe_detector(self.network.detector)}",
+            "detector": f"{config.detector.backend}, {self.network.detector.num_classes} classes",
             "encoder": config.encoder.name,
             "size": f"{parameters / 1e6:.1f} million parameters",
             "images": f"short edge {size.short_edge[-1]}, long edge at most {size.long_edge} pixels",
@@ -748,11 +741,6 @@ def _is_image(value: Any) -> bool:
     """Whether a value is meant as an image: an address, the name of an image file, or no text at all."""
     is_named = isinstance(value, str) and (value.startswith("https://") or value.lower().endswith(IMAGE_SUFFIXES))
     return is_named or not isinstance(value, str | list)
-
-
-def _describe_detector(detector: Any) -> str:
-    names = detector.class_names
-    return f"{type(detector).__name__}, {'classes without names' if names is None else f'{len(names)} classes'}"
 
 
 def _largest_size(example: Example) -> tuple[int, ...]:

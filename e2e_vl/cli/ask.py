@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
             failures.append(str(answer))
             continue
         if len(questions) > 1:
-            print(f"{answer.image_names[0]}: {question.text}")
+            print(f"{question.image}: {question.text}")
         print(*answer.lines, *(f"phrase {phrase.line}" for phrase in answer.phrases), sep="\n")
         for warning in answer.warnings:
             print(f"warning: {warning}")
@@ -137,7 +137,7 @@ def save_answer(folder: Path, answer: Answer) -> None:
     prediction = {
         key: value for key, value in prediction.items() if key not in ("type", "text_index", "file_name", "text")
     }
-    first, *others = answer.image_names
+    first, *others = map(str, answer.images)
     content: dict[str, Any] = {"image": first, "text": answer.question, **prediction, "regions": answer.boxes.tolist()}
     if others:
         content |= {"other_images": others, "region_images": answer.box_images.tolist()}

@@ -183,7 +183,7 @@ def test_mistakes_get_a_sentence(model, trained_run, records, tmp_path):
         (tmp_path, "has not ended; continue it with .*--resume"),
         (trained_run.path / "model" / "detector", "e2e_vl.load_detector"),
         (image, "contains no trained model"),
-        ("nothing", "nothing does not exist"),
+        ("nothing", "nothing contains no trained model"),
     ):
         with pytest.raises(UserError, match=message):
             e2e_vl.load(source)
@@ -419,5 +419,6 @@ def test_names_of_classes_and_attributes_from_files(tmp_path: Path, photo: Path)
 def test_a_detector_that_learned_no_boxes_says_so(pretraining_run, photo):
     for load in (e2e_vl.load_detector, e2e_vl.load):
         with pytest.warns(UserWarning, match="its predicted boxes are random") as said:
-            load(pretraining_run).regions(photo)
-        assert said[0].filename == __file__
+            found = load(pretraining_run).regions(photo)
+        assert said[0].filename == __file__ and found.warning in repr(found)
+        assert found.draw().height > dataclasses.replace(found, warning="").draw().height
