@@ -186,11 +186,11 @@ def _font(size: int) -> ImageFont.FreeTypeFont:
 
 
 def _make_label(text: str, width: int, size: int) -> _Label:
-    """Wrap a text to the width of the picture; longer words are broken."""
+    """Wrap the lines of a text to the width of the picture; longer words are broken."""
     font, most = _font(size), width - 2 * _PAD
     characters = max(min(len(text), int(most / font.getlength("i"))), 1)
     while True:
-        lines = textwrap.wrap(text, characters)
+        lines = [line for part in text.splitlines() for line in textwrap.wrap(part, characters)]
         longest = max(map(font.getlength, lines), default=0)
         if longest <= most or characters == 1:
             break

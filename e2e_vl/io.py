@@ -146,6 +146,9 @@ def replace_nan(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, **dict.fromkeys(lost), **({"not_finite": lost} if lost else {})}
 
 
+LOCK_FILE = ".lock"  # in a run directory
+POSITION_FILE = "step.json"  # in a complete checkpoint
+
 # Run directories, saved models and models on the Hugging Face Hub
 
 DEMO = Path(__file__).parent / "demo"  # the model that comes along, see tools/package_demo.py
@@ -177,13 +180,28 @@ def find_model_folder(folder: Path) -> Path:
     folder = Path(folder)
     if (folder / "config.yaml").is_file() and (folder / "encoder").is_dir():
         return folder
-    if not (folder / "model" / "config.yaml").is_file():
-        if folder == Path("demo"):
-            return DEMO
+    if (folder / "model" / "config.yaml").is_file():
+        return folder / "model"
+    if folder == Path("demo"):
+        return DEMO
+    if (folder / LOCK_FILE).exists():
         raise MissingFileError(
-            f"{folder} contains no trained model (no model/config.yaml); give a run directory of `e2e-vl train`."
+            f"The training of {folder} has not ended; continue it with e2e-vl train --config {folder / 'config.yaml'} "
+            "--resume."
         )
-    return folder / "model"
+    if folder.suffix in _FILE_ENDS[2:] or any(folder.glob("*.safetensors")):
+        raise UserError(f"{folder} has weights without a run; a detector is loaded by e2e_vl.load_detector.")
+    raise MissingFileError(
+        f"{folder} contains no trained model (no model/config.yaml); give a run directory of `e2e-vl train`."
+    )
+
+
+def refuse_to_overwrite(output: Path) -> None:
+    """Raise UserError unless the folder is empty or its run was stopped before the first checkpoint."""
+    has_results = any(output.glob(f"checkpoints/step_*/{POSITION_FILE}")) or (output / "metrics.json").exists()
+    has_other_files = output.is_file() or (output.is_dir() and any(output.iterdir()))
+    if has_results or (has_other_files and not (output / LOCK_FILE).exists()):
+        raise UserError(f"{output} contains a run or other files; continue with --resume, or choose another `output`.")
 
 
 def check_output(path: Path, *, may_replace: bool = False) -> None:

@@ -20,8 +20,11 @@ from detector.errors import UserError
 class ImageBytes:
     """The contents of an image file in an archive or in memory."""
 
-    content: bytes
-    name: str  # archive and member, or what it is, for error messages
+    content: bytes = dataclasses.field(repr=False)
+    name: str  # archive and member, address, or what it is, for error messages
+
+    def __str__(self) -> str:
+        return self.name
 
 
 class BrokenImageError(Exception):
@@ -264,7 +267,7 @@ class Question:
             boxes_to_mask = np.zeros((0, 4)) if self.boxes_to_mask is None else self.boxes_to_mask.boxes
         images = [
             SampleImage(
-                str(file) if isinstance(file, Path) else file.name,
+                str(file),
                 file,
                 objects=objects,
                 boxes=boxes,

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import operator
 import string
+import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -115,9 +116,9 @@ def word_pieces(text: str, tokenizer: PreTrainedTokenizerBase) -> list[list[int]
 
 
 def unknown_words(text: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The words of a text that the vocabulary lacks, in order, without repetitions; numbers and symbols are ignored.
+    """The words and symbols that the vocabulary lacks, in order, without repetitions; punctuation is ignored.
 
-    Such a word has an unknown wordpiece, or is spelled in wordpieces of one letter each.
+    Such a word has an unknown wordpiece, or is spelled in wordpieces of one letter each; numbers may be spelled.
     """
     encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
     pieces = zip(encoding.word_ids, encoding.offsets, encoding.tokens, strict=True)
@@ -126,7 +127,8 @@ def unknown_words(text: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         _, offsets, tokens = zip(*group, strict=True)
         word = text[offsets[0][0] : offsets[-1][1]]
         is_spelled = len(tokens) > 1 and all(len(token.removeprefix("##")) == 1 for token in tokens)
-        if (is_spelled or tokenizer.unk_token in tokens) and any(letter.isalpha() for letter in word):
+        is_unknown = tokenizer.unk_token in tokens and not all(unicodedata.category(one)[0] == "P" for one in word)
+        if is_unknown or (is_spelled and any(letter.isalpha() for letter in word)):
             found.append(word)
     return list(dict.fromkeys(found))
 

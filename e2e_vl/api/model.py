@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
-import io
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path, PureWindowsPath
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 import yaml
@@ -19,20 +20,21 @@ from huggingface_hub import ModelCard, ModelCardData, ModelHubMixin, snapshot_do
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
+from detector.boxes import pairwise_iou
 from detector.config import SelectionRule
-from detector.errors import MissingFileError, UserError, first_line, user_path
+from detector.errors import MissingFileError, UserError, first_line
 from detector.images import ResizeRule, load_resized, resize_boxes
 from detector.io import atomic_files, read_json, read_yaml, write_json
 from e2e_vl.config import DISPLAY_SELECTION, BoxSource, RunConfig
 from e2e_vl.data.batching import collate, random_generator
-from e2e_vl.data.user_inputs import read_boxes, require_inside, validate_boxes
+from e2e_vl.data.user_inputs import IMAGE_SUFFIXES, ImageFile, convert_boxes, require_inside, to_image_file
 from e2e_vl.drawing import choose_box_colours, draw_boxes
 from e2e_vl.examples import Example
 from e2e_vl.extraction.regions import RANDOM_BOXES, LoadedDetector, extract_image
 from e2e_vl.io import find_run
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.parts import DATASETS
-from e2e_vl.predictions import Box, GroundedPhrase, Prediction, Ranked
+from e2e_vl.predictions import GroundedPhrase, Prediction, Ranked, box_text
 from e2e_vl.run.build import build_loader, build_text_tokenizer
 from e2e_vl.run.checkpoint import load_model, save_model
 from e2e_vl.run.evaluate import MetricName
@@ -41,69 +43,6 @@ from e2e_vl.structures import Batch, ModelOutput, class_names_of
 from e2e_vl.tasks.phrase_head import add_grounded_phrases
 from e2e_vl.text import unknown_words
 
-# Conversion of users' images, texts, boxes and choices.
-
-
-ImageInput = str | Path | bytes | np.ndarray | Image.Image
-ImageFile = Path | ImageBytes
-
-_ORIENTATION = 0x0112  # the EXIF tag
-_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")  # modes that PNG stores without loss
-
-
-def to_image_file(image: ImageInput) -> ImageFile:
-    """Convert a path, the content of a file, a PIL image or an array to an image file.
-
-    Images in memory are encoded as PNG, so that `detector.images.load_image` handles mode, transparency and EXIF
-    orientation as in a file.
-
-    Args:
-        image: arrays are uint8, [height, width] in grey, [height, width, 3] in RGB or [height, width, 4] in RGBA.
-    """
-    if isinstance(image, str | Path):
-        return user_path(image, "Image")
-    if isinstance(image, bytes):
-        return ImageBytes(image, "(the bytes given)")
-    if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.shape[2:] in ((), (3,), (4,)):
-        image = Image.fromarray(image)
-    if not isinstance(image, Image.Image) or image.mode in ("I", "F"):  # PIL would clip 32-bit values at 255
-        kind = f"{image.dtype} {list(image.shape)}" if isinstance(image, np.ndarray) else type(image).__name__
-        raise UserError(
-            "An image is a path, bytes, a PIL image of 8 or 16 bits, or a uint8 array [height, width, 3] in "
-            f"RGB, [height, width, 4] in RGBA or [height, width] in grey, not {kind}."
-        )
-    stored = image.copy() if image.mode in _PNG_MODES else image.convert("RGB")
-    stored.info = {}  # metadata such as a transparent colour may be invalid in a PNG
-    stream, upright = io.BytesIO(), Image.Exif()
-    upright[_ORIENTATION] = int(image.getexif().get(_ORIENTATION, 1))
-    stored.save(stream, "PNG", compress_level=1, exif=upright)
-    return ImageBytes(stream.getvalue(), "(the image given)")
-
-
-def repeat_for_questions(value: Any, count: int, is_one: Callable[[Any], bool], what: str) -> list[Any]:
-    """A single value `count` times, or a list of `count` values; `what` begins the error message."""
-    if is_one(value):
-        return [value] * count
-    if not isinstance(value, list | tuple) or len(value) != count or not all(map(is_one, value)):
-        raise UserError(f"{what}, or a list with one for each of the {count} questions.")
-    return list(value)
-
-
-def convert_boxes(boxes: Any) -> AnnotatedObjects | None:
-    """Parse a user's boxes.
-
-    Args:
-        boxes: numbers [R, 4] or [4], xyxy in pixels of the original image; or strings or a file as in `--boxes`.
-    """
-    if boxes is None or isinstance(boxes, AnnotatedObjects):
-        return boxes
-    if isinstance(boxes, str | Path):
-        boxes = [str(boxes)]
-    if isinstance(boxes, Sequence) and len(boxes) and all(isinstance(word, str) for word in boxes):
-        return read_boxes(boxes, "boxes")
-    return AnnotatedObjects(validate_boxes(np.atleast_2d(np.asarray(boxes, dtype=np.float64)), "boxes"), "boxes")
-
-
 # The results of `ask`, `predict_masked` and `regions`, with pictures.
 
 
@@ -111,6 +50,7 @@ DISPLAY_SIZE = ResizeRule(600, 1000)  # of pictures
 MAX_ATTENDED_REGIONS = 5  # maximum number of attended regions in a picture
 HIGH_ATTENTION = 2.0  # minimum attention of a drawn region, as a multiple of the mean
 MIN_DRAWN_SCORE = 0.05  # minimum score of a drawn region
+SAME_REGION = 0.5  # IoU from which two boxes are of one region
 GREY = 127  # value of masked pixels
 
 
@@ -118,25 +58,34 @@ GREY = 127  # value of masked pixels
 class Answer:
     """The answer to one text. All boxes are xyxy in pixels of the original image."""
 
-    text: str  # the question
-    answer: str  # the answer in words; for tasks that predict a box, its position
+    question: str
+    text: str  # the answer in words; for tasks that predict a box, its position
     score: float | None  # score of the answer, 0 to 1; None: the answer has several scores
     box: np.ndarray | None  # float32 [4], the box that the text refers to; None: no box was predicted
     top_answers: Ranked  # the best answers with their scores, best first; empty if answers are not texts
+    top_boxes: np.ndarray  # float32 [K, 4], the boxes of `top_answers`; K = 0 if the task answers in words
     lines: list[str]  # the answer as lines of text
     boxes: np.ndarray  # float32 [R, 4], the candidate boxes
     box_images: np.ndarray  # int64 [R], the image index of each box in `images`
     box_names: list[str]  # R class names: predicted, or given by the user (VCR); "" if unknown
     attention: np.ndarray | None  # float32 [R], attention from the answer to each region; None: the task predicts a box
     unknown_words: tuple[str, ...]  # words of the text, the choices and the given answer that are not in the vocabulary
-    answer_boxes: list[tuple[str, Box]]  # labelled boxes that the answer consists of; empty for most tasks
-    prediction: Prediction  # the full prediction, of the task's class
-    images: tuple[ImageFile, ...] = dataclasses.field(repr=False)
+    warnings: tuple[str, ...]  # why the answer may be worth little, in sentences
+    answer_boxes: list[tuple[str, np.ndarray]]  # labelled boxes that the answer consists of; empty for most tasks
+    prediction: Prediction  # the full prediction, of the task's class, as `e2e-vl ask` writes it
+    images: tuple[ImageFile, ...]
 
-    @property
-    def phrases(self) -> Sequence[GroundedPhrase]:
-        """The phrases of the text; empty for a run that does not ground phrases."""
-        return self.prediction.grounded
+    def __repr__(self) -> str:
+        score = "" if self.score is None else f" ({self.score:.3f})"
+        return f"<Answer to {self.question!r}: {' '.join((self.text + score, *self.warnings))}>"
+
+    @functools.cached_property
+    def phrases(self) -> list[GroundedPhrase]:
+        """The phrases of the text, with boxes float32 [4]; empty for a run that does not ground phrases."""
+        return [
+            msgspec.structs.replace(one, box=None if one.box is None else np.array(one.box, dtype=np.float32))
+            for one in self.prediction.grounded
+        ]
 
     def draw(self, image: int = 0) -> Image.Image:
         """Draw the boxes of the answer, or else the regions with the most attention.
@@ -147,10 +96,11 @@ class Answer:
             image: image index, for a text about several images.
         """
         phrases = self.shown_phrases() if image == 0 else []
+        asked = self.question if self.answer_boxes or not self.text else f"{self.question} -> {self.text}"
+        title = "\n".join((asked, *self.warnings))
         if self.answer_boxes:
             labels, boxes = map(list, zip(*self.answer_boxes, strict=True))
-            return draw_on(self.images[image], boxes, labels, self.text, phrases=phrases)
-        title = f"{self.text} -> {self.answer}" if self.answer else self.text
+            return draw_on(self.images[image], boxes, labels, title, phrases=phrases)
         masked = self.prediction.masked_regions  # they are the first candidates
         covered = [one.box for one in masked]
         labels = [f"masked: {one.classes[0][0]} {one.classes[0][1]:.2f}" for one in masked]
@@ -201,17 +151,23 @@ class ImageRegions:
     names: list[str]  # R class names; "class 7" if the names are unknown
     features: np.ndarray  # float32 [R, D]
     attributes: list[str]  # R most probable attributes; empty if their names are unknown
-    image: ImageFile = dataclasses.field(repr=False)
+    image: ImageFile
+    warning: str = ""  # why they may be worth nothing
 
     def __len__(self) -> int:
         return len(self.boxes)
+
+    def __repr__(self) -> str:
+        best = ", ".join(f"{name} {score:.2f}" for name, score in zip(self.names[:3], self.scores, strict=False))
+        size = f"{len(self)} ImageRegions with {self.features.shape[1]} features"
+        return f"<{size}, best {best}{self.warning and f'; {self.warning}'}>"
 
     def draw(self) -> Image.Image:
         """Draw the regions with their classes and scores, except those with very low scores."""
         rows = np.flatnonzero(self.scores >= MIN_DRAWN_SCORE)
         attributes = self.attributes or [""] * len(self)
         labels = [f"{attributes[row]} {self.names[row]} {self.scores[row]:.2f}".strip() for row in rows]
-        return draw_on(self.image, self.boxes[rows], labels)
+        return draw_on(self.image, self.boxes[rows], labels, self.warning)
 
     def _repr_png_(self) -> bytes:
         """For notebooks."""
@@ -235,8 +191,8 @@ def draw_on(
     phrases: Sequence[GroundedPhrase] = (),
 ) -> Image.Image:
     """Draw boxes given in pixels of the original image; pixels inside the `covered` boxes become grey."""
-    content, name = (image.content, image.name) if isinstance(image, ImageBytes) else (image, str(image))
-    pixels, size = load_resized(content, DISPLAY_SIZE, "RGB", name)
+    content = image.content if isinstance(image, ImageBytes) else image
+    pixels, size = load_resized(content, DISPLAY_SIZE, "RGB", str(image))
     pixels = pixels.copy()
 
     def on_picture(boxes: Any) -> np.ndarray:
@@ -279,6 +235,9 @@ class TrainedDetector:
         self.source = source
         self.network = source.detector.to(choose_device(device)).eval()
 
+    def __repr__(self) -> str:
+        return f"<TrainedDetector {self.source.weights or 'of a run'}, {self.network.num_classes} classes>"
+
     @property
     def class_names(self) -> tuple[str, ...] | None:
         """Names of the detector's classes; None: unknown."""
@@ -286,7 +245,7 @@ class TrainedDetector:
 
     def regions(
         self,
-        image: ImageInput,
+        image: Any,
         *,
         boxes: Any = None,
         min_score: float = DISPLAY_SELECTION.min_score,
@@ -300,7 +259,7 @@ class TrainedDetector:
         suit the display of a photo: 0.2 and 10 to 36, instead of 0.5 and 10 to 100 (VL-BERT, section 4.1).
 
         Args:
-            image: a path, bytes, a PIL image or a uint8 array (`e2e_vl.api.model.to_image_file`).
+            image: see `e2e_vl.data.user_inputs.to_image_file`.
             boxes: [R, 4], or strings or a file as in `TrainedModel.ask`; None: predicted boxes.
             min_score: score threshold of predicted boxes.
             min_regions, max_regions: limits on the number of predicted boxes; they take precedence over `min_score`.
@@ -312,11 +271,21 @@ class TrainedDetector:
         return self.find_regions(to_image_file(image), convert_boxes(boxes), rule)
 
     def find_regions(self, file: ImageFile, given: AnnotatedObjects | None, rule: SelectionRule) -> ImageRegions:
-        """`regions` without the warning."""
+        """`regions` without `warnings.warn`."""
         found = extract_image(file, self.source, rule, given)
         names = [f"class {row}" if self.class_names is None else self.class_names[row] for row in found.classes]
         attributes = [] if found.attributes is None else [self.source.attribute_names[row] for row in found.attributes]
-        return ImageRegions(found.boxes, found.scores, found.classes, names, found.features, attributes, file)
+        warning = self.source.warning if given is None else ""
+        return ImageRegions(found.boxes, found.scores, found.classes, names, found.features, attributes, file, warning)
+
+
+def repeat_for_questions(value: Any, count: int, is_one: Callable[[Any], bool], what: str) -> list[Any]:
+    """A single value `count` times, or a list of `count` values; `what` begins the error message."""
+    if is_one(value):
+        return [value] * count
+    if not isinstance(value, list | tuple) or len(value) != count or not all(map(is_one, value)):
+        raise UserError(f"{what}, or a list with one for each of the {count} questions.")
+    return list(value)
 
 
 MODEL_CARD = """---
@@ -370,12 +339,38 @@ class TrainedModel(
         self.config, self.tokenizer, self.source = config, tokenizer, source
         self.device = choose_device(device)
         self.network = network.to(self.device).eval()
-        self._metrics, self._has_warned_of_boxes = dict(metrics or {}), False
+        self._metrics = dict(metrics or {})
         self._dataset, self._options = DATASETS[config.data.name].cls, config.data.config
         self._loaders = {
             boxes: build_loader(config, network, None, boxes) for boxes in (BoxSource.ONLINE, BoxSource.GT)
         }
         self._preprocessor = network.task.preprocessor(build_text_tokenizer(config, network, tokenizer))
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if not name.startswith("_")]
+
+    def __repr__(self) -> str:
+        config, size = self.config, self.config.data.resize
+        parameters = sum(one.numel() for one in self.network.parameters())
+        rows = {
+            "task": config.task.name,
+            "detector": f"{config.detector.backend}, {self.network.detector.num_classes} classes",
+            "encoder": config.encoder.name,
+            "size": f"{parameters / 1e6:.1f} million parameters",
+            "images": f"short edge {size.short_edge[-1]}, long edge at most {size.long_edge} pixels",
+            "device": self.device,
+            "scores": ", ".join(f"{key} {value:.3f}" for key, value in self._scores(details=False).items()) or "none",
+        }
+        return "\n".join([f"TrainedModel {self.source}", *(f"  {key:9s} {value}" for key, value in rows.items())])
+
+    def _scores(self, *, details: bool = True) -> dict[str, float]:
+        """The run's metrics that measure the model; without `details`, only those over all texts."""
+        return {
+            key: value
+            for key, value in self._metrics.items()
+            if isinstance(value, float) and (name := MetricName.read(key)) is not None and name.measures_model
+            if details or not name.detail
+        }
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
@@ -384,27 +379,34 @@ class TrainedModel(
 
     def ask(
         self,
-        image: ImageInput | tuple[ImageInput, ...] | list[Any],
+        image: Any,
         text: str | list[str],
         *,
         boxes: Any = None,
         choices: Sequence[Any] = (),
         answer: Any = None,
+        top_k: int | None = None,
     ) -> Answer | list[Answer]:
         """Answer texts about images with a box, the best answers, the best choice, or the words at each [MASK].
 
+        `model(image, text)` is the same.
+
         Args:
-            image: a path, bytes, a PIL image or a uint8 array (`e2e_vl.api.model.to_image_file`); a tuple of them for a
-                text about several images; or a list of any of these. The detector runs once per distinct image.
+            image: a path, an address, bytes, a PIL image, an array or a tensor (`data.user_inputs.to_image_file`); a
+                tuple of them for a text about several images; or a list of any of these. The detector runs once per
+                distinct image.
             text: a text, or a list of texts. A single image or text is combined with each element of the other list.
             boxes: candidate boxes instead of predicted ones: [R, 4], strings such as "person:10,20,80,200", or a file.
                 They apply to all questions and must lie inside the images.
             choices: the texts to choose from (VCR); one list for all questions, or one per question.
             answer: the answer to justify, if the model chooses rationales (VCR); one for all questions, or a list.
+            top_k: number of `top_answers`, or of `top_boxes` for a task that predicts a box.
 
         Returns:
             One answer, or a list of answers in the order of the questions.
         """
+        if isinstance(image, str) and _is_image(text) and not _is_image(image):
+            raise UserError(f"'{image}' is no image; give the image first and then the text: ask(image, text).")
         lists = [value for value in (image, text) if isinstance(value, list)]
         count = len(lists[-1]) if lists else 1
         images = repeat_for_questions(image, count, lambda one: not isinstance(one, list), "image must be one image")
@@ -426,10 +428,12 @@ class TrainedModel(
         for group, words, *more in zip(groups, texts, all_choices, all_answers, strict=True):
             first, *others = (files[id(one)] for one in group)
             questions.append(Question(first, words, given, *more, others=tuple(others)))
-        answers = self._answer_with_warnings(questions)
+        answers = self._answer_with_warnings(questions, top_k)
         return answers if lists else answers[0]
 
-    def predict_masked(self, image: ImageInput, boxes: Any, text: str = "") -> Answer:
+    __call__ = ask
+
+    def predict_masked(self, image: Any, boxes: Any, text: str = "") -> Answer:
         """Mask the pixels of boxes and predict their classes and the words at each [MASK], with a pre-trained model.
 
         Args:
@@ -439,7 +443,7 @@ class TrainedModel(
         question = Question(to_image_file(image), text, boxes_to_mask=convert_boxes(boxes))
         return self._answer_with_warnings([question])[0]
 
-    def regions(self, image: ImageInput, **kwargs: Any) -> ImageRegions:
+    def regions(self, image: Any, **kwargs: Any) -> ImageRegions:
         """Regions of the model's detector; see `TrainedDetector.regions`."""
         self._require_detector()
         return self.detector.regions(image, **kwargs, stacklevel=3)
@@ -449,10 +453,16 @@ class TrainedModel(
         """The model's detector, with the image size used in evaluation."""
         size = self.config.data.resize
         resize = ResizeRule(size.short_edge[-1], size.long_edge, size.rounding)
-        warning = RANDOM_BOXES if self.config.detector.proposes_at_random else ""
-        return TrainedDetector(LoadedDetector(self.network.detector, resize, warning=warning), self.device)
+        return TrainedDetector(LoadedDetector(self.network.detector, resize, warning=self.boxes_warning), self.device)
 
-    def answer_questions(self, questions: Sequence[Question], *, keep_going: bool = False) -> list[Answer | Exception]:
+    @property
+    def boxes_warning(self) -> str:
+        """What is wrong with all boxes that the detector predicts; "": nothing is known."""
+        return RANDOM_BOXES if self.config.detector.proposes_at_random else ""
+
+    def answer_questions(
+        self, questions: Sequence[Question], top_k: int | None = None, *, keep_going: bool = False
+    ) -> list[Answer | Exception]:
         """Answer questions without warnings. Questions about the same images and boxes share one detector pass.
 
         A batch contains at most `eval.images_per_batch` groups of such questions, all with images of one size: with
@@ -466,7 +476,8 @@ class TrainedModel(
         for number, question in enumerate(questions):
             key: Any = number
             if self.network.task.batches_questions:
-                key = (question.images, id(question.boxes), id(question.boxes_to_mask))
+                images = tuple(one.resolve() if isinstance(one, Path) else one for one in question.images)
+                key = (images, id(question.boxes), id(question.boxes_to_mask))
             groups.setdefault(key, []).append(number)
         samples = [self._sample([questions[number] for number in group]) for group in groups.values()]
         limit = self.config.eval.images_per_batch if self.network.task.batches_questions else 1
@@ -480,7 +491,7 @@ class TrainedModel(
                 output_attentions=task.reads_attention or not task.predicts_box,
             )
             numbers = [number for group, _ in waiting for number in group]
-            found = self._answers([questions[number] for number in numbers], output)
+            found = self._answers([questions[number] for number in numbers], output, top_k)
             answers.update(zip(numbers, found, strict=True))
             waiting.clear()
 
@@ -514,28 +525,11 @@ class TrainedModel(
         """Raise a UserError if the model cannot answer such a question; the image is not opened."""
         self._sample([question])
 
-    def random_boxes_warning(self, questions: Sequence[Question]) -> str:
-        """A warning if any answer depends on random boxes; else ""."""
-        if not self.config.detector.proposes_at_random or all(question.boxes is not None for question in questions):
-            return ""
-        return (
-            f"The detector of {self.source} was not trained to find objects: its boxes are random and the answer is "
-            "unreliable; give boxes, or use a run with a trained detector."
-        )
-
-    def _answer_with_warnings(self, questions: Sequence[Question]) -> list[Answer]:
+    def _answer_with_warnings(self, questions: Sequence[Question], top_k: int | None = None) -> list[Answer]:
         """Answer questions, with warnings attributed to the caller of the public method."""
-        answers = self.answer_questions(questions)
-        warning = self.random_boxes_warning(questions)
-        if warning and not self._has_warned_of_boxes:
-            self._has_warned_of_boxes = True
+        answers = self.answer_questions(questions, top_k)
+        for warning in dict.fromkeys(warning for one in answers for warning in one.warnings):
             warnings.warn(warning, stacklevel=3)
-        unknown = sorted({word for one in answers for word in one.unknown_words})
-        if unknown:
-            warnings.warn(
-                f"Not in the vocabulary of {self.source}: {', '.join(unknown)}; the model reads them as [UNK].",
-                stacklevel=3,
-            )
         return answers
 
     def _sample(self, questions: list[Question]) -> Sample:
@@ -594,19 +588,26 @@ class TrainedModel(
         return add_grounded_phrases(output.on_cpu())
 
     @torch.no_grad()
-    def _answers(self, questions: Sequence[Question], output: ModelOutput) -> list[Answer]:
-        predictions = self.network.task.predict_answers(output)
+    def _answers(self, questions: Sequence[Question], output: ModelOutput, top_k: int | None = None) -> list[Answer]:
+        task = self.network.task
+        if top_k is not None and task.chooses_answers:
+            task = copy.copy(task)  # the parameters are shared
+            task.config = msgspec.structs.replace(task.config, top_answers=top_k)
+        predictions = task.predict_answers(output)
         texts_of_each = len(output.batch) // len(predictions)  # a question with four choices is four texts
         return [
-            self._answer(question, prediction, output, number * texts_of_each + prediction.chosen_text)
+            self._answer(question, prediction, output, number * texts_of_each + prediction.chosen_text, top_k)
             for number, (question, prediction) in enumerate(zip(questions, predictions, strict=True))
         ]
 
-    def _answer(self, question: Question, prediction: Prediction, output: ModelOutput, text: int) -> Answer:
+    def _answer(
+        self, question: Question, prediction: Prediction, output: ModelOutput, text: int, top_k: int | None
+    ) -> Answer:
         """The answer to a question, from row `text` of the batch."""
         batch, regions, task = output.batch, output.text_regions, self.network.task
         kept = regions.row[text] >= 0
         names = [name for name, is_kept in zip(class_names_of(output)[text], kept.tolist(), strict=True) if is_kept]
+        boxes = regions.original_boxes(batch.images.scales)[text, kept].numpy()
         maps, attention = output.encoded.attentions, None
         if maps is not None and not task.predicts_box:
             length = batch.texts.input_ids.shape[1]
@@ -616,23 +617,47 @@ class TrainedModel(
             attention = last.mean(dim=0)[kept].numpy()
         ranked, lines = task.ranked(prediction), task.answer_lines(prediction)
         box = prediction.box if task.predicts_box else None
+        top_answers, top_boxes = ranked[:top_k], [] if box is None else [box]
+        if task.predicts_box and top_k is not None:
+            candidates = zip(prediction.candidate_boxes, prediction.candidate_scores, strict=True)
+            pairs = sorted(candidates, key=lambda pair: -pair[1])[:top_k]
+            best = [msgspec.structs.replace(prediction, box=own, score=score) for own, score in pairs]
+            top_answers, top_boxes = tuple(task.ranked(one)[0] for one in best), [one.box for one in best]
         words = [question.text, *question.choices, *([] if question.answer is None else [question.answer])]
+        unknown = tuple(dict.fromkeys(word for one in words for word in unknown_words(one, self.tokenizer)))
         return Answer(
-            text=question.text,
-            answer=ranked[0][0] if ranked else next(iter(lines), ""),
+            question=question.text,
+            text=ranked[0][0] if ranked else next(iter(lines), ""),
             score=getattr(prediction, "score", ranked[0][1] if ranked else None),
             box=None if box is None else np.array(box, dtype=np.float32),
-            top_answers=ranked,
+            top_answers=top_answers,
+            top_boxes=np.array(top_boxes, dtype=np.float32).reshape(-1, 4),
             lines=lines,
-            boxes=regions.original_boxes(batch.images.scales)[text, kept].numpy(),
+            boxes=boxes,
             box_images=regions.image_slot[text, kept].numpy(),
             box_names=prediction.box_names or names,
             attention=attention,
-            unknown_words=tuple(dict.fromkeys(word for one in words for word in unknown_words(one, self.tokenizer))),
-            answer_boxes=task.answer_boxes(prediction),
+            unknown_words=unknown,
+            warnings=tuple(self._warnings(question, unknown, prediction, boxes, names)),
+            answer_boxes=[(label, np.array(one, dtype=np.float32)) for label, one in task.answer_boxes(prediction)],
             prediction=prediction,
             images=question.images,
         )
+
+    def _warnings(
+        self, question: Question, unknown: Sequence[str], prediction: Prediction, boxes: np.ndarray, names: list[str]
+    ) -> Iterator[str]:
+        """Sentences why an answer may be worth little, given the candidate boxes [R, 4] and their R class names."""
+        if question.boxes is None and self.boxes_warning:
+            yield self.boxes_warning
+        if unknown:
+            yield f"Not in the vocabulary of {self.source}: {', '.join(unknown)}; the model does not know these words."
+        first, box = next(iter(prediction.grounded), None), getattr(prediction, "box", None)
+        if box is None or first is None or not first.is_clear:
+            return
+        named, chosen = (names[np.abs(boxes - one).sum(axis=1).argmin()] for one in (first.box, box))
+        if named != chosen and pairwise_iou(np.array([first.box]), np.array([box]))[0, 0] < SAME_REGION:
+            yield f"The words '{first.text}' name another region: a {named} at {box_text(first.box)}, not a {chosen}."
 
     def _require_detector(self) -> None:
         if self.config.detector.backend == "precomputed":
@@ -707,13 +732,15 @@ class TrainedModel(
             data=config.data.name,
             example=example,
             knows=self.knows,
-            metrics={
-                key: value
-                for key, value in self._metrics.items()
-                if isinstance(value, float) and (name := MetricName.read(key)) is not None and name.measures_model
-            },
+            metrics=self._scores(),
             **more,
         )
+
+
+def _is_image(value: Any) -> bool:
+    """Whether a value is meant as an image: an address, the name of an image file, or no text at all."""
+    is_named = isinstance(value, str) and (value.startswith("https://") or value.lower().endswith(IMAGE_SUFFIXES))
+    return is_named or not isinstance(value, str | list)
 
 
 def _largest_size(example: Example) -> tuple[int, ...]:

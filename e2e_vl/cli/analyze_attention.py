@@ -24,7 +24,7 @@ import typing
 from pathlib import Path
 
 from e2e_vl.analysis.options import AnalysisOptions, list_options, option_flag, parse_head
-from e2e_vl.cli.main import make_parser, print_errors
+from e2e_vl.cli.main import make_parser, parse_with_settings, print_errors
 from e2e_vl.config import BoxSource, load_config
 from e2e_vl.io import find_model_folder
 from e2e_vl.parts import decode
@@ -70,7 +70,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 @print_errors
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
-    args = build_parser(prog).parse_intermixed_args(argv)
+    args = parse_with_settings(build_parser(prog), argv)
     of_data = [word for word in args.overrides if args.data is not None and word.startswith("data.")]
     words = [word for word in args.overrides if word not in of_data]
     load_config(find_model_folder(args.run) / "config.yaml", words)  # before torch is imported

@@ -33,7 +33,7 @@ import msgspec
 from detector.errors import UserError
 from detector.io import read_json, write_json
 from e2e_vl.cli.main import make_parser, print_errors
-from e2e_vl.data.user_inputs import IMAGE_SUFFIXES, read_boxes
+from e2e_vl.data.user_inputs import IMAGE_SUFFIXES, ImageFile, read_boxes, to_image_file
 from e2e_vl.io import find_run, write_png
 from e2e_vl.samples import Question
 
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         "--run", required=True, help="run directory of e2e-vl train, a saved model, or a model of the hub"
     )
     asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--image", type=Path, nargs="+", help="image files, or a folder of them")
+    asked.add_argument("--image", nargs="+", help="image files, https:// addresses, or a folder of files")
     asked.add_argument("--json", type=Path, metavar="FILE", help="images and texts, instead of --image and --text")
     parser.add_argument("--text", help="phrase, question, or a caption with [MASK]")
     parser.add_argument("--pair", action="store_true", help="the two images belong to one text")
@@ -84,14 +84,12 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         if len(questions) > 1:
             print(f"{question.image}: {question.text}")
         print(*answer.lines, *(f"phrase {phrase.line}" for phrase in answer.phrases), sep="\n")
-        if answer.unknown_words:
-            print(f"words not in the vocabulary: {', '.join(answer.unknown_words)}")
+        for warning in answer.warnings:
+            print(f"warning: {warning}")
         if args.output is not None:
             folder = args.output if len(questions) == 1 else args.output / f"{number:04d}"
             save_answer(folder, answer)
             print(f"written: {folder / 'answer.json'}")
-    if len(failures) < len(questions) and (warning := model.random_boxes_warning(questions)):
-        print(warning)
     if failures:
         start = "" if len(questions) == 1 else f"{len(failures)} of {len(questions)} questions have no answer: "
         raise UserError(start + " | ".join(dict.fromkeys(failures)))
@@ -112,7 +110,7 @@ def read_questions(args: argparse.Namespace) -> list[Question]:
     if args.json is not None:
         asked = [((args.json.parent / one.image,), one.text) for one in read_json(args.json, list[QuestionEntry])]
     elif args.pair:
-        asked = [(tuple(args.image), args.text)]
+        asked = [(tuple(map(to_image_file, args.image)), args.text)]
     else:
         asked = [((image,), args.text) for path in args.image for image in _images(path)]
     if not asked:
@@ -123,9 +121,10 @@ def read_questions(args: argparse.Namespace) -> list[Question]:
     return [Question(images[0], text, boxes, others=images[1:], **inputs) for images, text in asked]
 
 
-def _images(path: Path) -> list[Path]:
+def _images(source: str) -> list[ImageFile]:
+    path = Path(source)
     if not path.is_dir():
-        return [path]
+        return [to_image_file(source)]
     if not (found := sorted(file for file in path.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES)):
         raise UserError(f"{path}: no images found; supported suffixes are {', '.join(IMAGE_SUFFIXES)}")
     return found
@@ -139,13 +138,14 @@ def save_answer(folder: Path, answer: Answer) -> None:
         key: value for key, value in prediction.items() if key not in ("type", "text_index", "file_name", "text")
     }
     first, *others = map(str, answer.images)
-    content: dict[str, Any] = {"image": first, "text": answer.text, **prediction, "regions": answer.boxes.tolist()}
+    content: dict[str, Any] = {"image": first, "text": answer.question, **prediction, "regions": answer.boxes.tolist()}
     if others:
         content |= {"other_images": others, "region_images": answer.box_images.tolist()}
     if answer.attention is not None:
         content["attention"] = answer.attention.tolist()
-    if answer.unknown_words:
-        content["unknown_words"] = list(answer.unknown_words)
+    for name in ("unknown_words", "warnings"):
+        if found := getattr(answer, name):
+            content[name] = list(found)
     write_json(folder / "answer.json", content)
     for number in range(len(answer.images)):
         end = f"_{number + 1}" if number else ""

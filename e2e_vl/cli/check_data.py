@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from detector.io import write_json
-from e2e_vl.cli.main import make_parser, print_errors
+from e2e_vl.cli.main import make_parser, parse_with_settings, print_errors
 from e2e_vl.config import BoxSource, RunConfig, load_config
 from e2e_vl.data.base import VLDataset
 from e2e_vl.data.overlap import PhotoId, PhotoIds, count_photos, read_visual_genome
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser.add_argument("--no-overlap", action="store_true", help="exit with status 1 if photos are shared")
     parser.add_argument("--json", **file, help="file for the full report, with all problems")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file")
-    args = parser.parse_intermixed_args(argv)
+    args = parse_with_settings(parser, argv)
     config = load_config(args.config, [*args.overrides, "output=unused"])
     others = {str(path): load_config(path, ["output=unused"]) for path in args.others}
     photo_ids = PhotoIds(None if args.visual_genome is None else read_visual_genome(args.visual_genome))

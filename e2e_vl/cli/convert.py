@@ -41,7 +41,7 @@ import msgspec
 from detector.config import EXPECTED_PARTS
 from detector.errors import UserError
 from detector.io import atomic_files, write_text
-from e2e_vl.cli.main import make_parser, print_errors
+from e2e_vl.cli.main import make_parser, parse_with_settings, print_errors
 from e2e_vl.config import find_config, load_config
 
 
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     expect_help = "what the file must contain; only matching tensors are written (default: all)"
     parser.add_argument("--expect", choices=EXPECTED_PARTS, default="all", help=expect_help)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="with --run: settings that override the file")
-    args = parser.parse_intermixed_args(argv)
+    args = parse_with_settings(parser, argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
     if args.run is not None:
         import_official(args.weights, args.run, args.output, args.overrides)

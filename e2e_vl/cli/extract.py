@@ -22,6 +22,7 @@ from detector.io import atomic_file, write_json
 from e2e_vl.cli.main import make_parser, print_errors
 from e2e_vl.config import DEFAULT_SELECTIONS, DISPLAY_SELECTION, DetectorSettings, ExtractionSettings
 from e2e_vl.data.features import FORMATS
+from e2e_vl.data.user_inputs import to_image_file
 from e2e_vl.io import write_png
 from e2e_vl.samples import Question
 
@@ -107,7 +108,7 @@ def load_source(args: argparse.Namespace) -> LoadedDetector:
 def one_image_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The options of tools/extract_demo.py."""
     parser = make_parser(ONE_IMAGE, prog)
-    parser.add_argument("image", type=Path, help="any JPEG or PNG file")
+    parser.add_argument("image", help="any JPEG or PNG file, or an https:// address")
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
     add_detector_options(parser, None)
     parser.add_argument("--text", help="phrase to find in the image with --run")
@@ -128,17 +129,16 @@ def one_image(argv: list[str] | None = None, prog: str | None = None) -> int:
     args = one_image_parser(prog).parse_args(argv)
     if args.text is not None and args.run is None:
         raise UserError("--text needs --run, the directory of a trained run; train one with `e2e-vl train`.")
-    if args.image.is_dir():
-        raise UserError(f"{args.image} is a folder; give one image, or use e2e-vl extract --images for a folder.")
+    image = to_image_file(args.image)
     most, least = args.max_regions, args.min_regions
     rule = SelectionRule(args.min_score, min(DISPLAY_SELECTION.min_regions, most) if least is None else least, most)
     source = load_source(args)
-    from e2e_vl.api.model import TrainedDetector, to_image_file  # late: imports torch
+    from e2e_vl.api.model import TrainedDetector  # late: imports torch
 
     source = source.with_names(args.class_names, args.attribute_names)
     if source.warning:
         print(source.warning)
-    found = TrainedDetector(source).find_regions(to_image_file(args.image), None, rule)
+    found = TrainedDetector(source).find_regions(image, None, rule)
     path = args.output / "regions.npz"
     args.output.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as part, part.open("wb") as file:
@@ -151,14 +151,14 @@ def one_image(argv: list[str] | None = None, prog: str | None = None) -> int:
         model = load(args.run)
         if not model.network.task.predicts_box:
             raise UserError(f"{args.run}: the task '{model.config.task.name}' does not answer with a box.")
-        [answer] = model.answer_questions([Question(args.image, args.text)])
-        shown = {"image": str(args.image), "text": args.text, "box": answer.box, "score": answer.score}
+        [answer] = model.answer_questions([Question(image, args.text)])
+        shown = {"image": args.image, "text": args.text, "box": answer.box, "score": answer.score}
         shown |= {"boxes": answer.prediction.candidate_boxes, "scores": answer.prediction.candidate_scores}
         write_json(args.output / "phrase.json", {key: np.asarray(value).tolist() for key, value in shown.items()})
         write_png(args.output / "phrase.png", answer.draw())
-        if answer.unknown_words:
-            print(f"words not in the vocabulary: {', '.join(answer.unknown_words)}")
-        where = "fits no region" if answer.box is None else f"is at {answer.answer} (score {answer.score:.2f})"
+        for warning in answer.warnings:
+            print(f"warning: {warning}")
+        where = "fits no region" if answer.box is None else f"is at {answer.text} (score {answer.score:.2f})"
         print(f'"{args.text}" {where}: {args.output / "phrase.png"}')
     return 0
 

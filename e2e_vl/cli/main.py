@@ -30,6 +30,16 @@ def make_parser(doc: str, prog: str | None = None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog=prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
+def parse_with_settings(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """Parse options and `key=value` settings, which may be mixed."""
+    args, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        key, _, value = unknown[0].lstrip("-").partition("=")
+        value = value or next((word for word in args.overrides if "=" not in word), "VALUE")
+        raise UserError(f"There is no option {unknown[0]}; a setting has no dashes: {key}={value}.")
+    return args
+
+
 def print_errors(main: Callable[..., int]) -> Callable[..., int]:
     """Print expected errors, and errors of the operating system, without a traceback and exit with status 2.
 

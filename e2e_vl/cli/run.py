@@ -6,9 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-from e2e_vl.cli.main import make_parser, print_errors
+from e2e_vl.cli.main import make_parser, parse_with_settings, print_errors
 from e2e_vl.config import BoxSource, load_config, read_detector_config
-from e2e_vl.io import find_model_folder
+from e2e_vl.io import find_model_folder, refuse_to_overwrite
 
 TRAIN = """Train detector, encoder and task together.
 
@@ -61,7 +61,7 @@ def train(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="continue from the run directory's newest checkpoint")
     parser.add_argument("--draw-schedule", type=Path, metavar="PNG", help="draw the schedule instead of training")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file")
-    args = parser.parse_intermixed_args(argv)
+    args = parse_with_settings(parser, argv)
     config = load_config(args.config, args.overrides)
     read_detector_config(config.detector)  # errors before torch is imported
     if args.draw_schedule is not None:
@@ -69,6 +69,8 @@ def train(argv: list[str] | None = None, prog: str | None = None) -> int:
 
         draw_schedule(config, args.draw_schedule)
         return 0
+    if not args.resume and os.environ.get("RANK", "0") == "0":
+        refuse_to_overwrite(Path(config.output))  # likewise
     # suppress DDP's warning on every process that find_unused_parameters found none
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
@@ -94,7 +96,7 @@ def evaluate(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser.add_argument("--loss", action="store_true", help="also compute the loss, which train.keep_best can use")
     parser.add_argument("--output", type=Path, help="file of predictions (default: in RUN/evaluations)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as data.root=DIR")
-    args = parser.parse_intermixed_args(argv)
+    args = parse_with_settings(parser, argv)
     load_config(find_model_folder(args.run) / "config.yaml", args.overrides)  # before torch is imported
     from e2e_vl.run.evaluate import evaluate_run  # late: imports torch
 
@@ -125,7 +127,7 @@ def predict(argv: list[str] | None = None, prog: str | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="file to write")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as data.root=DIR")
-    args = parser.parse_intermixed_args(argv)
+    args = parse_with_settings(parser, argv)
     load_config(find_model_folder(args.run) / "config.yaml", args.overrides)  # before torch is imported
     from e2e_vl.run.evaluate import predict_split  # late: imports torch
 

@@ -94,8 +94,8 @@ class Inspection:
             rows = np.flatnonzero(np.isclose(self.answer.boxes, box, atol=1e-3).all(axis=1))
             name = self.names[rows[0]] if len(rows) else ""  # labels of answers about given regions have no name
             label = label if label.startswith(name) else f"{name} {label}".strip()
-            found.append((label or "answer", list(box)))
-        return found + [(phrase.label, list(phrase.box)) for phrase in self.answer.shown_phrases()]
+            found.append((label or "answer", box.tolist()))
+        return found + [(phrase.label, phrase.box.tolist()) for phrase in self.answer.shown_phrases()]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -137,7 +137,7 @@ class Explorer:
         question = Question(ImageBytes(b"", "(a photo)"), f"a {model.tokenizer.mask_token}")
         model.check_question(question)
         self.model = model
-        self.warning = model.random_boxes_warning([question])  # "": none
+        self.warning = model.boxes_warning  # "": none
         heads = getattr(model.network.detector.config, "roi_heads", None)
         self._repools = heads is not None and heads.features_of == "proposal"
         self.note = REPOOLED_NOTE if self._repools else ""  # how answers may differ from `ask`
@@ -157,7 +157,7 @@ class Explorer:
         The boxes stay the same; only their features are computed again.
         """
         before, hidden = session.before, tuple(sorted(set(rows)))
-        after = self.inspect(session.photo, before.answer.text, before, hidden) if hidden else None
+        after = self.inspect(session.photo, before.answer.question, before, hidden) if hidden else None
         return dataclasses.replace(session, hidden=hidden, after=after)
 
     def toggle(self, session: Session, row: int) -> Session:

@@ -34,11 +34,10 @@ from detector.errors import MissingFileError, UserError
 from detector.io import atomic_folder, decode_yaml, read_json, write_json
 from e2e_vl.config import RunConfig, differences, load_config, parse_overrides, read_detector_config, save_config
 from e2e_vl.data.answer_lists import ANSWERS_FILE
-from e2e_vl.io import find_checksum_mismatch, find_model_folder, write_checksums
+from e2e_vl.io import POSITION_FILE, find_checksum_mismatch, find_model_folder, write_checksums
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.parts import TASKS, Settings
 from e2e_vl.run.build import build_model
-from e2e_vl.run.guards import LOCK_FILE
 from e2e_vl.run.launch import on_main
 from e2e_vl.text import load_tokenizer
 
@@ -163,8 +162,6 @@ def _with_answers(config: RunConfig, answers: Path) -> Settings:
 
 # Checkpoints of a run
 
-POSITION_FILE = "step.json"
-
 
 def save_state(
     accelerator: Accelerator,
@@ -265,12 +262,3 @@ def _architecture(config: RunConfig, processes: int) -> dict[str, Any]:
         "phrases": {"layer": config.phrases.layer, "size": config.phrases.size} if config.phrases.weight else None,
         "number of processes": processes,
     }
-
-
-def refuse_to_overwrite(output: Path) -> None:
-    """Raise UserError unless the folder is empty or its run was stopped before the first checkpoint."""
-    is_run = (output / LOCK_FILE).exists()
-    has_results = bool(list_checkpoints(output)) or (output / "metrics.json").exists()
-    has_other_files = not is_run and output.exists() and (output.is_file() or any(output.iterdir()))
-    if has_results or has_other_files:
-        raise UserError(f"{output} contains a run or other files; continue with --resume, or choose another `output`.")

@@ -18,10 +18,9 @@ from filelock import FileLock, Timeout
 from detector.errors import MissingFileError, StoppedRunError, UserError
 from e2e_vl.config import BoxSource, RunConfig
 from e2e_vl.data.batching import ExampleDataset
+from e2e_vl.io import LOCK_FILE
 from e2e_vl.run.build import Run
 from e2e_vl.structures import Batch
-
-LOCK_FILE = ".lock"  # in a run directory
 
 
 @contextlib.contextmanager

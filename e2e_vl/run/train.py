@@ -33,7 +33,7 @@ from detector.io import atomic_files, atomic_folder, read_json, remove_leftovers
 from detector.structures import Loss
 from e2e_vl.config import RunConfig, save_config
 from e2e_vl.data.batching import BatchLoader, GroupedBatchSampler
-from e2e_vl.io import RunLog, replace_nan
+from e2e_vl.io import RunLog, refuse_to_overwrite, replace_nan
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.parts import check_name
 from e2e_vl.run import checkpoint as checkpoints
@@ -87,7 +87,7 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
             """Lock the run directory, and return the checkpoint to resume."""
             checkpoint = checkpoints.find_resumable(output, config, accelerator.num_processes) if resume else None
             if checkpoint is None:
-                checkpoints.refuse_to_overwrite(output)
+                refuse_to_overwrite(output)
             lock.enter_context(run_lock(output))
             for folder in (output, output / "checkpoints"):
                 remove_leftovers(folder)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
 import shutil
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import huggingface_hub.constants
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -24,7 +25,7 @@ from detector import checkpoint
 from detector.config import DetectorConfig
 from detector.errors import UserError
 from detector.faster_rcnn import FasterRCNN
-from detector.images import ResizeRule, load_image, load_resized
+from detector.images import ResizeRule
 from detector.zoo import find_published_weights
 from e2e_vl.api import model as trained_model
 from e2e_vl.api.model import (
@@ -32,12 +33,11 @@ from e2e_vl.api.model import (
     TrainedDetector,
     TrainedModel,
     box_marks,
-    convert_boxes,
-    to_image_file,
 )
+from e2e_vl.data.user_inputs import to_image_file
 from e2e_vl.drawing import PALETTE
 from e2e_vl.predictions import GroundedPhrase, Prediction
-from e2e_vl.samples import ImageBytes, Question
+from e2e_vl.samples import Question
 from tests.conftest import ROOT
 from tests.detector.published import save_detector
 from tests.run.runs import predictions_of
@@ -75,26 +75,28 @@ def test_questions_share_the_detector_pass_and_get_the_answers_of_the_evaluation
     answers = model.ask([record["file_name"] for record in records], [record["text"] for record in records])
     assert sorted(passes) == sorted(images)
     for answer, record in zip(answers, records, strict=True):
-        assert answer.text == record["text"]
+        assert answer.question == record["text"]
         assert answer.box == pytest.approx(record["box"], abs=1e-3)
         assert answer.score == pytest.approx(record["score"], abs=1e-5)
-        assert list(answer.top_answers) == [(answer.answer, answer.score)]
+        assert list(answer.top_answers) == [(answer.text, answer.score)]
         assert answer.prediction.detected_class in answer.box_names and set(answer.box_names) <= set(model.class_names)
 
 
 def test_every_form_of_an_image_gives_the_same_answer(model, records):
     path, text = Path(records[0]["file_name"]), records[0]["text"]
     picture = Image.open(path)
-    forms = [str(path), path.read_bytes(), picture, np.array(picture.convert("RGB"))]
-    for form in forms:
-        assert np.array_equal(model.ask(form, text).box, model.ask(path, text).box)
+    pixels = np.array(picture.convert("RGB"))
+    for form in (str(path), path.read_bytes(), picture, pixels, torch.tensor(pixels).permute(2, 0, 1) / 255):
+        assert np.array_equal(model(form, text).box, model.ask(path, text).box)
 
 
 def test_one_image_stands_beside_many_texts_and_the_other_way_round(model, records, passes):
     image, other = records[0]["file_name"], records[-1]["file_name"]
     texts = ["the red circle", "the star", "the square"]
-    assert [answer.text for answer in model.ask(Image.open(image), texts)] == texts
+    assert [answer.question for answer in model.ask(Image.open(image), texts)] == texts
     assert len(passes) == 1
+    model.ask([Path(image), os.path.relpath(image)], "the star")
+    assert len(passes) == 2, "one file, written in two ways"
     assert len(model.ask([image, other], "the star")) == 2 and model.ask([], "the star") == []
     for images, sentences in ([image], ["a", "b"]), (image, [3]):
         with pytest.raises(ValueError, match="one for each"):
@@ -111,10 +113,80 @@ def test_given_boxes_are_the_candidates(model, records):
 
 
 def test_words_that_the_vocabulary_lacks_are_named(model, records):
-    with pytest.warns(UserWarning, match="Not in the vocabulary of .*: elephant;") as said:
-        [answer, _] = model.ask(records[0]["file_name"], ["the red elephant 7 ?", "the star"])
-    assert answer.unknown_words == ("elephant",)
+    with pytest.warns(UserWarning, match="Not in the vocabulary of .*: elephant, \N{UNICORN FACE};") as said:
+        [answer, plain] = model.ask(records[0]["file_name"], ["the red elephant 7 \N{UNICORN FACE} ?", "the star"])
+    assert answer.unknown_words == ("elephant", "\N{UNICORN FACE}")
+    assert answer.warnings == (str(said[0].message),) and plain.warnings == ()
     assert [one.filename for one in said] == [__file__]
+
+
+SAID = "The words 'the star' name another region: a star at x 20 to 30, y 20 to 30, not a circle."
+
+
+def test_an_answer_that_its_own_phrase_contradicts(model, records):
+    question, near = Question(Path("photo.jpg"), "the star"), (0.0, 1.0, 10.0, 10.0)
+    boxes = np.array([(0, 0, 10, 10), near, (20, 20, 30, 30), (50, 0, 60, 10)])
+    prediction = model.ask(records[0]["file_name"], "the star").prediction
+    for box, score, names, is_contradiction in (
+        (boxes[2], 0.9, "circle star star star", True),
+        (boxes[2], 0.4, "circle star star star", False),  # unsure: it fits several
+        (boxes[2], 0.9, "circle circle circle star", False),  # one of several circles
+        (near, 0.9, "circle star star star", False),  # the same region
+    ):
+        grounded = (phrase(score, tuple(box), "the star"),)
+        made = msgspec.structs.replace(prediction, box=(0.0, 0.0, 10.0, 10.0), grounded=grounded)
+        found = [*model._warnings(question, (), made, boxes, names.split())]
+        assert (found == [SAID]) == is_contradiction and (found == []) == (not is_contradiction)
+
+
+def test_the_best_answers(model, records, vqa_run):
+    image = records[0]["file_name"]
+    best = model.ask(image, "the star", top_k=3)
+    assert best.top_boxes.shape == (3, 4) and len(best.top_answers) == 3
+    assert np.array_equal(best.top_boxes[0], best.box) and best.top_answers[0] == (best.text, best.score)
+    scores = [score for _, score in best.top_answers]
+    assert scores == sorted(scores, reverse=True)
+    questions = e2e_vl.load(vqa_run)
+    assert [len(questions.ask(image, "what is it ?", top_k=k).top_answers) for k in (1, 6)] == [1, 6]
+
+
+def test_boxes_are_arrays(model, records):
+    answer = model.ask(records[0]["file_name"], records[0]["text"])
+    boxes = [
+        answer.box,
+        *(box for _, box in answer.answer_boxes),
+        *(one.box for one in answer.phrases),
+        *answer.top_boxes,
+    ]
+    assert len(boxes) > 1 and all(box.shape == (4,) and box.dtype == np.float32 for box in boxes)
+
+
+def test_what_is_printed(model, detector, records):
+    answer = model.ask(records[0]["file_name"], "the star")
+    assert repr(answer) == f"<Answer to 'the star': {answer.text} ({answer.score:.3f})>"
+    assert repr(model.regions(records[0]["file_name"])).count("\n") == 0
+    lines = dict(line.split(maxsplit=1) for line in repr(model).splitlines())
+    assert lines["task"] == "refcoco" and lines["encoder"] == model.config.encoder.name and lines["device"] == "cpu"
+    assert "val/accuracy_predicted_boxes 0." in lines["scores"] and "count" not in lines["scores"]
+    assert "6 classes" in lines["detector"] and "6 classes" in repr(detector)
+    assert {"ask", "regions", "save_pretrained"} <= set(dir(model)) and not any(name[0] == "_" for name in dir(model))
+
+
+def test_mistakes_get_a_sentence(model, trained_run, records, tmp_path):
+    image = records[0]["file_name"]
+    with pytest.raises(UserError, match="'the star' is no image; give the image first"):
+        model.ask("the star", image)
+    with pytest.raises(UserError, match="is a folder; give one image"):
+        model.regions(Path(image).parent)
+    (tmp_path / ".lock").touch()
+    for source, message in (
+        (tmp_path, "has not ended; continue it with .*--resume"),
+        (trained_run.path / "model" / "detector", "e2e_vl.load_detector"),
+        (image, "contains no trained model"),
+        ("nothing", "nothing contains no trained model"),
+    ):
+        with pytest.raises(UserError, match=message):
+            e2e_vl.load(source)
 
 
 def test_choices_of_vcr_runs(vcr_runs):
@@ -179,12 +251,12 @@ def test_nothing_is_read_again_after_loading(pretraining_run, tmp_path):
     model = e2e_vl.load(tmp_path / "model")
     shutil.rmtree(tmp_path / "model")
     image = predictions_of(pretraining_run)[0]["file_name"]
-    with pytest.warns(UserWarning, match="its boxes are random") as said:
-        model.ask(image, "a [MASK] circle")
-    assert said[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        model.ask(image, "a [MASK] circle")  # said once
+    with pytest.warns(UserWarning, match="its predicted boxes are random") as said:
+        answer = model.ask(image, "a [MASK] circle")
+    assert said[0].filename == __file__ and answer.warnings[0] == model.regions(image).warning == model.boxes_warning
+    assert model.ask(image, "a [MASK] circle", boxes=[2, 3, 40, 50]).warnings == answer.warnings[1:]
+    below = dataclasses.replace(answer, warnings=()).draw().height
+    assert answer.draw().height > below, "the warning stands above the picture"
 
 
 def test_only_the_download_of_a_hub_model_is_caught(trained_run, tmp_path, monkeypatch):
@@ -209,83 +281,6 @@ def test_auto_classes_know_the_encoders_after_they_are_registered(trained_run):
     assert done.stdout.strip() == "VLBertModel"
 
 
-# Images, boxes and choices in any form that users have them.
-
-
-def picture(mode: str = "RGB") -> Image.Image:
-    pixels = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
-    return Image.fromarray(pixels).convert(mode)
-
-
-def pixels_of(image: object) -> np.ndarray:
-    file = to_image_file(image)
-    return load_resized(file.content, ResizeRule(40, 60), "RGB", file.name)[0]
-
-
-def saved(image: Image.Image, kind: str = "PNG", **options: object) -> io.BytesIO:
-    stream = io.BytesIO()
-    image.save(stream, kind, **options)
-    return stream
-
-
-ROTATED = Image.Exif()
-ROTATED[0x0112] = 6
-
-
-@pytest.mark.parametrize(
-    "file",
-    [
-        *(saved(picture(mode)) for mode in ("1", "L", "LA", "RGBA")),
-        *(saved(picture(mode), "TIFF") for mode in ("CMYK", "YCbCr")),
-        saved(picture("P"), transparency=3),
-        saved(picture(), exif=ROTATED),
-        saved(picture(), "JPEG", exif=b"Exif\0\0no tags"),
-    ],
-)
-def test_a_pil_image_has_the_pixels_of_its_file(file, tmp_path):
-    (tmp_path / "image").write_bytes(file.getvalue())
-    image = Image.open(file)
-    image.load()
-    before = (image.mode, dict(image.info))
-    np.testing.assert_array_equal(pixels_of(image), load_image(tmp_path / "image", "RGB"))
-    assert (image.mode, image.info) == before
-
-
-def test_arrays_and_modes_that_only_memory_has():
-    values = np.linspace(0, 65535, 2400).reshape(40, 60).astype(np.uint16)
-    expected = np.repeat((values >> 8).astype(np.uint8)[..., None], 3, axis=2)
-    np.testing.assert_array_equal(pixels_of(Image.fromarray(values)), expected)
-    np.testing.assert_array_equal(pixels_of(picture("HSV")), np.asarray(picture("HSV").convert("RGB")))
-    colours = np.asarray(picture())
-    alpha = np.dstack([colours, np.full((40, 60), 7, dtype=np.uint8)])
-    np.testing.assert_array_equal(pixels_of(colours), colours)
-    np.testing.assert_array_equal(pixels_of(alpha), colours)
-    np.testing.assert_array_equal(pixels_of(colours[:, :, 0]), np.repeat(colours[:, :, :1], 3, axis=2))
-
-
-@pytest.mark.parametrize(
-    ("image", "message"),
-    [
-        (picture("L").convert("F"), "not Image"),
-        (np.zeros((4, 4), dtype=np.float32), r"not float32 \[4, 4\]"),
-        (np.zeros((3, 40, 60), dtype=np.uint8), r"not uint8 \[3, 40, 60\]"),
-        (7, "not int"),
-        (b"no image", "the bytes given"),
-    ],
-)
-def test_what_is_no_image(image, message):
-    with pytest.raises(UserError, match=message):
-        pixels_of(image)
-
-
-def test_forms_of_boxes():
-    for boxes in ([1, 2, 30, 40], ((1, 2, 30, 40),), torch.tensor([[1, 2, 30, 40]]), "1,2,30,40"):
-        assert convert_boxes(boxes).boxes.tolist() == [[1, 2, 30, 40]]
-    for boxes in ([], [[1, 2, 3, 4, 0.5, 6]], [[1, 2, 1, 4]], [[1, 2, np.nan, 4]]):
-        with pytest.raises(UserError, match="boxes"):
-            convert_boxes(boxes)
-
-
 # Pictures of answers: the answer's box, and what the phrases name.
 
 
@@ -302,13 +297,17 @@ def phrase(score: float, box: list[float] | None = None, text: str = "it") -> Gr
 def answer(model, records) -> Callable[..., Answer]:
     """`answer(phrase, ...)`: an answer with these phrases about a grey image, with the box `BOX`."""
     asked = model.ask(records[0]["file_name"], "the star")
-    grey = ImageBytes(saved(Image.new("RGB", SIZE[::-1], (128, 128, 128))).getvalue(), "grey.png")
+    grey = to_image_file(Image.new("RGB", SIZE[::-1], (128, 128, 128)))
 
     def make(*phrases: GroundedPhrase, boxes: Sequence = (("circle 0.90", BOX),)) -> Answer:
         grounded = Prediction(grounded=phrases)
         return dataclasses.replace(asked, prediction=grounded, images=(grey,), answer_boxes=list(boxes))
 
     return make
+
+
+def shown(drawn: Answer) -> list[GroundedPhrase]:
+    return [msgspec.structs.replace(one, box=one.box.tolist()) for one in drawn.shown_phrases()]
 
 
 def coloured(drawn: Answer, colour: int) -> np.ndarray:
@@ -320,7 +319,7 @@ def coloured(drawn: Answer, colour: int) -> np.ndarray:
 def test_the_answer_and_the_landmark_have_their_colours(answer):
     own, other = phrase(0.95, BOX, "the circle"), phrase(0.8, LANDMARK, "the star")
     drawn = answer(own, other)
-    assert drawn.shown_phrases() == [other], "the first one names the box of the answer"
+    assert shown(drawn) == [other], "the first one names the box of the answer"
     assert Image.open(io.BytesIO(drawn._repr_png_())).size == drawn.draw().size
     assert not any(coloured(drawn, colour).any() for colour in range(2, len(PALETTE)))
     for colour, box in ((0, BOX), (1, LANDMARK)):
@@ -341,13 +340,13 @@ def test_an_unsure_landmark_is_dashed():
 def test_of_unsure_landmarks_only_the_best_is_shown(answer):
     near, far = [30.0, 30.0, 60.0, 60.0], [400.0, 20.0, 500.0, 90.0]
     first, low, high = phrase(0.45, far), phrase(0.2, LANDMARK), phrase(0.4, near)
-    assert answer(first, low, high).shown_phrases() == [high]
-    assert answer(first, low, high, phrase(0.6, far)).shown_phrases() == [phrase(0.6, far)], "one is clear"
-    assert answer(first, phrase(0.9, BOX), high).shown_phrases() == [], "a clear one names the answer's box"
-    assert answer(phrase(0.7, far), low).shown_phrases() == [phrase(0.7, far), low]
-    assert answer(first).shown_phrases() == answer().shown_phrases() == []
-    assert answer(first, phrase(0.0), phrase(0.3, BOX)).shown_phrases() == [], "nowhere, or where the answer is"
-    assert answer(first, low, boxes=[]).shown_phrases() == [low], "also where the answer is in words"
+    assert shown(answer(first, low, high)) == [high]
+    assert shown(answer(first, low, high, phrase(0.6, far))) == [phrase(0.6, far)], "one is clear"
+    assert shown(answer(first, phrase(0.9, BOX), high)) == [], "a clear one names the answer's box"
+    assert shown(answer(phrase(0.7, far), low)) == [phrase(0.7, far), low]
+    assert shown(answer(first)) == answer().shown_phrases() == []
+    assert shown(answer(first, phrase(0.0), phrase(0.3, BOX))) == [], "nowhere, or where the answer is"
+    assert shown(answer(first, low, boxes=[])) == [low], "also where the answer is in words"
 
 
 # `e2e_vl.load_detector`: the regions of any image, and the features of given boxes.
@@ -420,5 +419,6 @@ def test_names_of_classes_and_attributes_from_files(tmp_path: Path, photo: Path)
 def test_a_detector_that_learned_no_boxes_says_so(pretraining_run, photo):
     for load in (e2e_vl.load_detector, e2e_vl.load):
         with pytest.warns(UserWarning, match="its predicted boxes are random") as said:
-            load(pretraining_run).regions(photo)
-        assert said[0].filename == __file__
+            found = load(pretraining_run).regions(photo)
+        assert said[0].filename == __file__ and found.warning in repr(found)
+        assert found.draw().height > dataclasses.replace(found, warning="").draw().height

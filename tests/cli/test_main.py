@@ -56,6 +56,8 @@ TINY = "configs/tiny/refcoco.yaml"
 NEAR = "there is no setting 'train.learning_rate'; train has images_per_batch, "
 WRONG = {  # words after e2e-vl -> part of the one sentence
     f"train --config {TINY} train.learning_rate=1": NEAR,
+    f"train --config {TINY} --train.lr 1e-3": "a setting has no dashes: train.lr=1e-3.",
+    f"train --config {TINY} output=docs": "docs contains a run or other files; continue with --resume",
     f"train --config {TINY} detector.overrides.MODEL.RESNETS.DEPHT=50": "MODEL.RESNETS.DEPHT",
     f"train --config {TINY} task.name=refcco": "name 'refcco' is unknown; there is refcoco",
     "train --config pyproject.toml": "pyproject.toml",
@@ -119,7 +121,7 @@ def test_an_unknown_command_is_answered_with_the_known_ones(answers):
 def test_a_wrong_option_is_answered_at_once(answers, name):
     status, printed, imported = answers[name]
     assert (status, imported) == (2, [])
-    assert printed.rstrip().endswith("error: unrecognized arguments: --nonsense")
+    assert "--nonsense" in printed.rstrip().rpartition("error: ")[2]
 
 
 @pytest.mark.parametrize("words", WRONG)

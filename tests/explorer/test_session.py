@@ -83,7 +83,7 @@ def test_the_pixels_of_hidden_regions_have_the_mean_colour_before_the_detector(e
         return forward(images, *args, **kwargs)
 
     monkeypatch.setattr(explorer.model.network.detector, "forward", watched)
-    explorer.ask(asked, asked.before.answer.text)
+    explorer.ask(asked, asked.before.answer.question)
     hidden = explorer.hide(asked, [2, 0])
     whole, covered = seen
     size = whole.shape[2:]
@@ -169,10 +169,10 @@ def test_a_run_that_answers_questions(vqa_run):
     explorer = Explorer(e2e_vl.load(vqa_run, device="cpu"))
     record = predictions_of(vqa_run)[0]
     asked = ask(explorer, record["file_name"], record["text"])
-    assert asked.before.answer.answer in explorer.model.network.task.answers and len(asked.before) > 1
+    assert asked.before.answer.text in explorer.model.network.task.answers and len(asked.before) > 1
     assert draw_answer(asked, asked.before) is not None and draw_regions(with_item(asked, 1)) is not None
     hidden = explorer.hide(asked, range(len(asked.before)))
-    assert hidden.after.answer.answer and hidden.after.answer.score != asked.before.answer.score
+    assert hidden.after.answer.text and hidden.after.answer.score != asked.before.answer.score
 
 
 def test_the_phrases_of_a_run_that_grounds_them(phrase_run, record, asked):
