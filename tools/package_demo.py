@@ -13,9 +13,7 @@ import argparse
 import shutil
 from pathlib import Path
 
-import torch
 from msgspec.structs import replace
-from safetensors.torch import load_file, save_file
 
 import e2e_vl
 from detector.errors import UserError
@@ -23,8 +21,6 @@ from detector.io import atomic_folder, write_json
 from e2e_vl.cli.main import make_parser, print_errors
 from e2e_vl.config import BoxSource, RunConfig, differences, load_config
 from e2e_vl.io import DEMO
-from e2e_vl.run.build import open_split
-from e2e_vl.run.checkpoint import load_saved_config, save_model
 from e2e_vl.samples import SampleText
 from e2e_vl.synthetic.language import RELATIONS
 
@@ -41,6 +37,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def package(args: argparse.Namespace) -> None:
     """Replace e2e_vl/demo, unless the run has other settings than the demo's config."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from e2e_vl.run.checkpoint import load_saved_config, save_model
+
     own, config = load_saved_config(args.run), load_config("demo/refcoco")
     detector = replace(own.detector, config=config.detector.config)
     named = replace(own, output=config.output, data=replace(own.data, root=config.data.root), detector=detector)
@@ -66,6 +67,8 @@ def package(args: argparse.Namespace) -> None:
 
 def copy_scenes(config: RunConfig, folder: Path, split: str = "test") -> list[dict]:
     """Copy images of a split; returns their names, expressions and the boxes meant, xyxy in pixels."""
+    from e2e_vl.run.build import open_split
+
     folder.mkdir()
     data, scenes = open_split(config, split, BoxSource.ONLINE, training=False), []
     for number, group in enumerate(list(data.groups)[:SCENES], start=1):
