@@ -3,10 +3,10 @@
     e2e-vl explore --run runs/demo_refcoco
     e2e-vl explore --run runs/demo_refcoco --port 7861
 
-Open the printed address, upload a photo, enter a phrase or a question, and ask. The page shows the regions, the answer
-and the phrases. Click a word or a region to see its attention in any layer and head, or hide regions and compare the
-answers before and after. Only this machine can open the page, and photos are not uploaded anywhere else. Requires
-gradio: pip install "e2e-vl[explore]".
+Open the printed address. The page opens with an answer about a photo of the run; click another example, or drop your
+own photo and ask about it. Click a region to mask it and compare the answers before and after, or a word to see its
+attention in any layer and head. Only this machine can open the page, and photos are not uploaded anywhere else.
+Requires gradio: pip install "e2e-vl[explore]".
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     explorer = Explorer(load(args.run, args.device))
     if explorer.warning:
         print(f"warning: {explorer.warning}", file=sys.stderr)
-    page = build_page(explorer, f"e2e-vl explorer: {args.run}")
+    page = build_page(explorer, f"e2e-vl explorer: {explorer.model.source.name}")
     address = serve(page, host=args.host, port=args.port)
     print(f"{address}  (Ctrl+C to quit)", flush=True)
     page.block_thread()
