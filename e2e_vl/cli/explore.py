@@ -1,6 +1,6 @@
 """Open a web page to explore the predictions of a trained run on your photos.
 
-    e2e-vl explore --run runs/demo_refcoco
+    e2e-vl explore
     e2e-vl explore --run runs/demo_refcoco --port 7861
 
 Open the printed address. The page opens with an answer about a photo of the run; click another example, or drop your
@@ -26,8 +26,8 @@ LOOPBACK = "127.0.0.1"
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser = make_parser(__doc__, prog)
-    run_help = "run directory of e2e-vl train, a saved model, or a model of the hub"
-    parser.add_argument("--run", required=True, help=run_help)
+    run_help = "run directory of e2e-vl train, a saved model, or a model of the hub (default: the demo's model)"
+    parser.add_argument("--run", default="demo", help=run_help)
     parser.add_argument("--host", default=LOOPBACK, help="address to listen on (default: this machine only)")
     parser.add_argument(
         "--open-to-network",

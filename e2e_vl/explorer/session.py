@@ -135,11 +135,11 @@ class Session:
 
 
 def find_examples(model: TrainedModel) -> list[tuple[Path, str]]:
-    """The first photos that a run was evaluated on and that still exist, each with its longest text.
+    """The scenes that come along with a model, or the first photos that a run was evaluated on and that still exist.
 
-    The last word of a text for a pre-trained model is masked.
+    Each has its longest text. The last word of a text for a pre-trained model is masked.
     """
-    texts: dict[str, str] = {}
+    texts = {str(scene.image): max(scene.texts, key=len) for scene in model.examples}
     for file in sorted(model.source.glob("predictions_*.json"))[:1]:
         with file.open("rb") as lines:  # a prediction a line, see `write_list`; the file may be large
             for line in lines:

@@ -32,7 +32,9 @@ def build_page(explorer: Explorer, title: str) -> gr.Blocks:
         [_, text, *_] = ast.literal_eval(f"[{explorer.model.network.task.example_call}]")
         start = "Click an example, or drop a photo" if explorer.examples else "Drop a photo"
         hint = f"{start} and ask about it, such as “{text}”; click a region to mask it, or a word for its attention."
-        sentences = map(html.escape, filter(None, (hint, explorer.warning, explorer.note)))
+        known = [", ".join(words) for kind, words in explorer.model.knows.items() if kind != "word"]
+        knows = f"The model knows only: {'; '.join(known)}." if known else ""
+        sentences = map(html.escape, filter(None, (hint, knows, explorer.warning, explorer.note)))
         gr.HTML(f"<h2>{html.escape(title)}</h2>" + "".join(f"<p>{one}</p>" for one in sentences), elem_id="hints")
         with gr.Row(elem_id="examples"):
             buttons = [gr.Button(text, icon=str(file), size="sm", min_width=200) for file, text in explorer.examples]

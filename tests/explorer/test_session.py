@@ -132,6 +132,23 @@ def test_masking_the_region_of_the_answer_changes_the_answer_and_showing_it_rest
     assert explorer.ask(masked, "the star").masked == (), "another question begins anew"
 
 
+def test_the_answer_needs_its_own_region_and_no_region_that_the_text_does_not_name():
+    explorer, moved, kept = Explorer(e2e_vl.load("demo", device="cpu")), [], []
+    for file, text in explorer.examples:
+        asked = ask(explorer, file, text)
+        found = asked.before.answer
+        if found.box is None:
+            continue
+        used = [found.box, *(one.box for one in found.phrases if one.box)]
+        free = [row for row, box in enumerate(found.boxes) if not np.isclose(box, used, atol=0.5).all(axis=1).any()]
+        far = max(free, key=lambda row: np.abs(found.boxes[row] - found.box).sum())
+        own = int(np.abs(found.boxes - found.box).sum(axis=1).argmin())
+        for row, same in ((far, kept), (own, moved)):
+            box = explorer.mask(asked, [row]).after.answer.box
+            same.append(box is not None and np.allclose(box, found.box))
+    assert len(kept) > 8 and sum(kept) >= len(kept) - 1 and sum(moved) <= len(moved) / 2
+
+
 def test_the_smallest_region_around_a_point_is_found(asked):
     boxes = asked.before.answer.boxes
     areas = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1)

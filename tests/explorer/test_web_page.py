@@ -123,7 +123,7 @@ def ask(tab: Tab, address: str, file: Path, text: str) -> None:
     tab.wait(f"{box}?.value && {value('answer')}")
     tab.run(f"{box}.value = ''; {box}.dispatchEvent(new Event('input', {{bubbles: true}}))")
     tab.drop("document.querySelector('#photo button')", file)
-    tab.wait(f"{value('answer')} === ''")
+    tab.wait(f"{value('answer')} === '' && document.querySelector('#photo').innerText.includes('{file.stem}')")
     tab.type(box, text)
     tab.click("document.querySelector('button#ask')")
 
@@ -142,10 +142,10 @@ def test_a_visitor_drops_a_photo_asks_and_masks_a_region(tab, address, explorer,
 
     # the picture is as large as the photo, or larger at the right and the bottom
     picture = "document.querySelector('#regions img')"
-    wide, high = tab.run(f"[{picture}.naturalWidth, {picture}.naturalHeight]")
+    wide, high = tab.wait(f"{picture}.naturalWidth > 0 && [{picture}.naturalWidth, {picture}.naturalHeight]")
     scale = min(wide / asked.size[0], high / asked.size[1])
     for one in (box, asked.far):
-        before = tab.run(f"{picture}.src")
+        before = tab.wait(f"{picture}.complete && {picture}.src")
         x, y = middle(one)
         row = session.before.region_at(x, y)
         after = explorer.mask(session, [row]).after
@@ -154,11 +154,11 @@ def test_a_visitor_drops_a_photo_asks_and_masks_a_region(tab, address, explorer,
         tab.wait(f"{value('answer-after')} === {json.dumps(answer_lines(after))}")
         assert tab.run(value("answer")) == answer_lines(session.before)
         assert session.before.region_name(row) in tab.run("document.querySelector('#masked').innerText")
-        tab.wait(f"{picture}.src != '{before}'")
+        tab.wait(f"{picture}.src != '{before}' && {picture}.complete")
         first, second = (BOUNDS.format(name) for name in ("picture", "picture-after"))
         assert tab.run(f"{first}.right <= {second}.left && {first}.top === {second}.top"), "side by side"
         tab.click(picture, (x * scale / wide, y * scale / high))
-        tab.wait(f"!{value('answer-after')}")
+        tab.wait(f"!{value('answer-after')} && {picture}.src == '{before}'")
 
     hosts = {one.split("/")[2] for one in tab.requests if one.startswith("http")}
     assert hosts == {address.split("/")[2]}, "the page asks nobody else"
