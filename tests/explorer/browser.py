@@ -114,9 +114,10 @@ class Tab:
         """Scroll to an element (an expression), wait until it lies still, and press the mouse at a relative place."""
         scroll = "e.scrollIntoView({behavior: 'instant', block: 'center'})"
         box = "(r => [r.x, r.y, r.width, r.height])(e.getBoundingClientRect())"
-        found = None
-        while (before := found) != (found := self.run(f"(e => {{{scroll}; return {box}}})({element})")):
+        before, found = None, ()
+        while before != found:
             time.sleep(0.3)
+            before, found = found, self.run(f"(e => {{{scroll}; return {box}}})({element})")
         x, y, width, height = found
         where = {"x": x + at[0] * width, "y": y + at[1] * height, "button": "left", "clickCount": 1}
         for kind in ("mousePressed", "mouseReleased"):
