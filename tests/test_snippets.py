@@ -169,7 +169,7 @@ def test_the_pages_about_python_and_the_explorer(placeholders: dict[str, str]) -
     for kind, block in blocks_of("docs/explorer.md"):
         if kind == "python":  # its command opens a page and waits
             exec(compile(block, "docs/explorer.md", "exec"), names)
-    assert names["picture"].ndim == 3 and names["hidden"].hidden == (0, 3)
+    assert names["picture"].ndim == 3 and names["masked"].masked == (0, 3)
 
 
 def test_the_notebook() -> None:

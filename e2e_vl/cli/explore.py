@@ -1,12 +1,12 @@
 """Open a web page to explore the predictions of a trained run on your photos.
 
-    e2e-vl explore --run runs/demo_refcoco
+    e2e-vl explore
     e2e-vl explore --run runs/demo_refcoco --port 7861
 
-Open the printed address, upload a photo, enter a phrase or a question, and ask. The page shows the regions, the answer
-and the phrases. Click a word or a region to see its attention in any layer and head, or hide regions and compare the
-answers before and after. Only this machine can open the page, and photos are not uploaded anywhere else. Requires
-gradio: pip install "e2e-vl[explore]".
+Open the printed address. The page opens with an answer about a photo of the run; click another example, or drop your
+own photo and ask about it. Click a region to mask it and compare the answers before and after, or a word to see its
+attention in any layer and head. Only this machine can open the page, and photos are not uploaded anywhere else.
+Requires gradio: pip install "e2e-vl[explore]".
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ LOOPBACK = "127.0.0.1"
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser = make_parser(__doc__, prog)
-    run_help = "run directory of e2e-vl train, a saved model, or a model of the hub"
-    parser.add_argument("--run", required=True, help=run_help)
+    run_help = "run directory of e2e-vl train, a saved model, or a model of the hub (default: the demo's model)"
+    parser.add_argument("--run", default="demo", help=run_help)
     parser.add_argument("--host", default=LOOPBACK, help="address to listen on (default: this machine only)")
     parser.add_argument(
         "--open-to-network",
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     explorer = Explorer(load(args.run, args.device))
     if explorer.warning:
         print(f"warning: {explorer.warning}", file=sys.stderr)
-    page = build_page(explorer, f"e2e-vl explorer: {args.run}")
+    page = build_page(explorer, f"e2e-vl explorer: {explorer.model.source.name}")
     address = serve(page, host=args.host, port=args.port)
     print(f"{address}  (Ctrl+C to quit)", flush=True)
     page.block_thread()

@@ -2,7 +2,9 @@
 
 # without `from __future__ import annotations`: gradio looks for `SelectData` in annotations, not for strings
 
+import ast
 import dataclasses
+import functools
 import html
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,7 @@ import numpy as np
 
 from e2e_vl.explorer.session import Explorer, Inspection, Session, draw_answer, draw_regions, read_photo
 
-SHOW_ATTENTION, HIDE_REGION = "shows its attention", "hides or unhides it"  # effects of clicking a region
+MASK_REGION, SHOW_ATTENTION = "mask it, or show it again", "show its attention"  # effects of clicking a region
 MEAN = "mean of all heads"
 MAX_TEXT_LENGTH = 500  # characters
 MAX_PHOTO_MEGABYTES = 20  # of an uploaded photo
@@ -23,14 +25,20 @@ _MAX_QUEUE = 20  # maximum length of the request queue
 
 
 def build_page(explorer: Explorer, title: str) -> gr.Blocks:
-    """Build the page with its events; each user has a separate session."""
+    """Build the page with its events; each user has a separate session. It opens with the first example."""
     page = gr.Blocks(title=title, analytics_enabled=False, delete_cache=(SESSION_SECONDS, SESSION_SECONDS))
     with page:
         state = gr.State(Session(), time_to_live=SESSION_SECONDS)
-        gr.HTML(f"<h2>{html.escape(title)}</h2>")
-        for sentence in filter(None, (explorer.warning, explorer.note)):
-            gr.HTML(html.escape(sentence))
-        _connect(explorer, state, _components())
+        [_, text, *_] = ast.literal_eval(f"[{explorer.model.network.task.example_call}]")
+        start = "Click an example, or drop a photo" if explorer.examples else "Drop a photo"
+        hint = f"{start} and ask about it, such as “{text}”; click a region to mask it, or a word for its attention."
+        known = [", ".join(words) for kind, words in explorer.model.knows.items() if kind != "word"]
+        knows = f"The model knows only: {'; '.join(known)}." if known else ""
+        sentences = map(html.escape, filter(None, (hint, knows, explorer.warning, explorer.note)))
+        gr.HTML(f"<h2>{html.escape(title)}</h2>" + "".join(f"<p>{one}</p>" for one in sentences), elem_id="hints")
+        with gr.Row(elem_id="examples"):
+            buttons = [gr.Button(text, icon=str(file), size="sm", min_width=200) for file, text in explorer.examples]
+        _connect(explorer, page, state, _components(), buttons)
     return page
 
 
@@ -38,42 +46,43 @@ def _components() -> dict[str, Any]:
     """The components in their layout, by element id."""
     parts = {}
 
-    def add(kind: Any, name: str, label: str, **options: Any) -> None:
+    def add(kind: Any, name: str, label: str | None = None, **options: Any) -> None:
         parts[name] = kind(label=label, elem_id=name, **options)
 
-    picture = {"interactive": False, "format": "png"}
-    with gr.Row():
-        with gr.Column(scale=2, min_width=320):
-            add(gr.File, "photo", f"Photo, at most {MAX_PHOTO_MEGABYTES} MB", file_types=["image"], height=140)
-            add(gr.Textbox, "text", "Phrase or question", max_length=MAX_TEXT_LENGTH, max_lines=1)
-            parts["ask"] = gr.Button("Ask", variant="primary", elem_id="ask")
-            parts["problem"] = gr.HTML(visible=False, elem_id="problem")
-            with gr.Row(elem_classes="pair"):
-                add(gr.Textbox, "answer", "Answer", lines=2, max_lines=8)
-                add(gr.Textbox, "answer-after", "Answer with hidden regions", lines=2, max_lines=8)
-            with gr.Row(elem_classes="pair"):
-                add(gr.Textbox, "boxes", "Boxes: x1, y1, x2, y2 in pixels of the photo", max_lines=8)
-                add(gr.Textbox, "boxes-after", "Boxes with hidden regions", max_lines=8)
-            add(gr.Textbox, "phrases", "Phrases", max_lines=10, visible=False)
-            add(gr.HighlightedText, "words", "Words: click one to see its attention", show_legend=False)
-            with gr.Row():
-                add(gr.Dropdown, "item", "Attention of")
-                add(gr.Dropdown, "step", "Graph and layer")
-                add(gr.Dropdown, "head", "Head", choices=[MEAN], value=MEAN)
-        with gr.Column(scale=3, min_width=400):
-            add(gr.Radio, "click", "Clicking a region", choices=[SHOW_ATTENTION, HIDE_REGION], value=SHOW_ATTENTION)
-            add(gr.Image, "regions", "Regions", buttons=["fullscreen"], **picture)
-            add(gr.Dropdown, "hidden", "Hidden regions", multiselect=True)
-    with gr.Row(elem_classes="pair"):
-        add(gr.Image, "picture", "Answer", buttons=["fullscreen", "download"], **picture)
-        add(gr.Image, "picture-after", "Answer with hidden regions", buttons=["fullscreen", "download"], **picture)
-    with gr.Accordion("All regions", open=False):
+    picture = {"interactive": False, "format": "png", "buttons": ["fullscreen", "download"]}
+    with gr.Row(equal_height=True):
+        add(gr.File, "photo", f"Photo, at most {MAX_PHOTO_MEGABYTES} MB", file_types=["image"], height=92)
+        add(gr.Textbox, "text", "Phrase or question", max_length=MAX_TEXT_LENGTH, max_lines=1, scale=2)
+        parts["ask"] = gr.Button("Ask", variant="primary", elem_id="ask", scale=0, min_width=100)
+    parts["problem"] = gr.HTML(visible=False, elem_id="problem")
+    with gr.Row(elem_id="pictures"):
+        with gr.Column(min_width=300):
+            add(gr.Image, "regions", "Photo: click a region", **picture)
+            add(gr.Radio, "click", "Click a region to", choices=[MASK_REGION, SHOW_ATTENTION], value=MASK_REGION)
+        with gr.Column(min_width=300):
+            add(gr.Image, "picture", "Answer", **picture)
+            add(gr.Textbox, "answer", "Answer", max_lines=8)
+        with gr.Column(min_width=300, visible=False, elem_id="after") as parts["after"]:
+            add(gr.Image, "picture-after", "Answer with masked regions", **picture)
+            add(gr.Textbox, "answer-after", "Answer with masked regions", max_lines=8)
+    add(gr.HighlightedText, "words", "Words: click one to see its attention", show_legend=False)
+    with gr.Accordion("Attention by layer and head", open=False), gr.Row():
+        add(gr.Dropdown, "item", "Attention of")
+        add(gr.Dropdown, "step", "Layer")
+        add(gr.Dropdown, "head", "Head", choices=[MEAN], value=MEAN)
+    with gr.Accordion("Boxes and masked regions", open=False):
+        with gr.Row():
+            add(gr.Textbox, "boxes", "Answer and phrases: x1, y1, x2, y2 in pixels of the photo", max_lines=12)
+            add(gr.Textbox, "boxes-after", "With masked regions", max_lines=12)
+        add(gr.Dropdown, "masked", "Masked regions", multiselect=True)
         headers = ["region", "name", "x1", "y1", "x2", "y2", "attention"]
         parts["table"] = gr.Dataframe(headers=headers, interactive=False, elem_id="table")
     return parts
 
 
-def _connect(explorer: Explorer, state: gr.State, parts: dict[str, Any]) -> None:
+def _connect(
+    explorer: Explorer, page: gr.Blocks, state: gr.State, parts: dict[str, Any], buttons: list[gr.Button]
+) -> None:
     """Connect the components' events to the session."""
 
     def shown(session: Session, error: str = "") -> list[Any]:
@@ -105,7 +114,7 @@ def _connect(explorer: Explorer, state: gr.State, parts: dict[str, Any]) -> None
         row = None if seen is None else seen.region_at(*(np.array(place, dtype=np.float64) / session.photo.scale))
         if row is None:
             return session
-        if action == HIDE_REGION:
+        if action == MASK_REGION:
             return explorer.toggle(session, row)
         return dataclasses.replace(session, item=len(seen.words) + row)
 
@@ -122,25 +131,24 @@ def _connect(explorer: Explorer, state: gr.State, parts: dict[str, Any]) -> None
 
     outputs = [state, *(parts[name] for name in values(Session(), ""))]
 
-    def on(triggers: list[Any], event: Callable[..., list[Any]], inputs: list[str], name: str) -> None:
-        gr.on(
-            triggers,
-            event,
-            [state, *(parts[one] for one in inputs)],
-            outputs,
-            api_name=name,
-            api_visibility="undocumented",
-            concurrency_limit=1,
-            concurrency_id="model",
-        )
+    def on(triggers: list[Any], event: Callable[..., list[Any]], inputs: list[str], **options: Any) -> None:
+        options = {"outputs": outputs, "concurrency_limit": 1, "concurrency_id": "model"} | options
+        gr.on(triggers, event, [state, *(parts[one] for one in inputs)], api_visibility="undocumented", **options)
+
+    def example(session: Session, *, number: int) -> list[Any]:
+        file, text = explorer.examples[number]
+        return [*new_photo(session, file, text), text, None]
 
     photo, text, item, step, head = (parts[name] for name in ("photo", "text", "item", "step", "head"))
-    on([photo.upload, photo.clear], new_photo, ["photo", "text"], "photo")
-    on([parts["ask"].click, text.submit], changing(explorer.ask), ["text"], "ask")
-    on([parts["hidden"].input], changing(explorer.hide), ["hidden"], "hide")
-    on([parts["regions"].select], clicked, ["click"], "click")
-    on([parts["words"].select], word_clicked, [], "word")
-    on([item.input, step.input, head.input], changing(chosen_map), ["item", "step", "head"], "map")
+    on([photo.upload, photo.clear], new_photo, ["photo", "text"], api_name="photo")
+    on([parts["ask"].click, text.submit], changing(explorer.ask), ["text"], api_name="ask")
+    on([parts["masked"].input], changing(explorer.mask), ["masked"], api_name="mask")
+    on([parts["regions"].select], clicked, ["click"], api_name="click")
+    on([parts["words"].select], word_clicked, [], api_name="word")
+    on([item.input, step.input, head.input], changing(chosen_map), ["item", "step", "head"], api_name="map")
+    for number, button in enumerate(buttons):  # the page opens with the first one
+        triggers = [button.click] if number else [page.load, button.click]
+        on(triggers, functools.partial(example, number=number), [], outputs=[*outputs, text, photo])
 
 
 def serve(page: gr.Blocks, *, host: str, port: int | None) -> str:
@@ -169,14 +177,13 @@ def serve(page: gr.Blocks, *, host: str, port: int | None) -> str:
 def values(session: Session, error: str) -> dict[str, Any]:
     """The values of the components, by element id."""
     before, after, seen = session.before, session.after, session.shown
-    regions, items, steps, heads, phrases, table = [], [], [], [], [], []
+    regions, items, steps, heads, table = [], [], [], [], []
     if seen is not None:
         regions = [(seen.region_name(row), row) for row in range(len(seen))]
         items = [(seen.item_name(item), item) for item in range(len(seen.words) + len(seen))]
         steps = [(name, number) for number, name in enumerate(seen.step_names)]
-        heads = [(str(number), number) for number in range(seen.attention.shape[1])]
-        for one in seen.answer.phrases:
-            phrases.append(f"{one.text}: {'no region' if one.box is None else _numbers(one.box)}  ({one.score:.2f})")
+        count = seen.attention.shape[1]
+        heads = [(f"head {number + 1} of {count}", number) for number in range(count)]
         shares = session.region_attention
         for row, (name, box) in enumerate(zip(seen.names, seen.answer.boxes, strict=True)):
             sides = [round(float(side), 1) for side in box]
@@ -187,15 +194,15 @@ def values(session: Session, error: str) -> dict[str, Any]:
         "answer-after": _answer(after),
         "boxes": _boxes(before),
         "boxes-after": _boxes(after),
-        "phrases": gr.update(value="\n".join(phrases), visible=bool(phrases)),
         "regions": draw_regions(session),
-        "hidden": gr.update(choices=regions, value=list(session.hidden)),
+        "masked": gr.update(choices=regions, value=list(session.masked)),
         "words": _coloured_words(session),
         "item": gr.update(choices=items, value=session.item),
         "step": gr.update(choices=steps, value=session.step if steps else None),
         "head": gr.update(choices=[(MEAN, MEAN), *heads], value=MEAN if session.head is None else session.head),
         "picture": draw_answer(session, before),
-        "picture-after": draw_answer(session, after, session.hidden),
+        "picture-after": draw_answer(session, after, session.masked),
+        "after": gr.update(visible=after is not None),
         "table": table,
     }
 
@@ -208,11 +215,12 @@ def _answer(found: Inspection | None) -> str:
 
 
 def _boxes(found: Inspection | None) -> str:
-    return "" if found is None else "\n".join(f"{_numbers(box)}  ({label})" for label, box in found.shown_boxes())
-
-
-def _numbers(box: Any) -> str:
-    return ", ".join(f"{number:.1f}" for number in box)
+    """The boxes of the answer, then of all its phrases, a line each."""
+    if found is None:
+        return ""
+    phrases = [(f"{phrase.text} {phrase.score:.2f}", phrase.box) for phrase in found.answer.phrases]
+    rows = [(label, () if box is None else box) for label, box in found.answer_boxes() + phrases]
+    return "\n".join(f"{', '.join(f'{side:.1f}' for side in box) or 'no region'}  ({label})" for label, box in rows)
 
 
 def _coloured_words(session: Session) -> list[tuple[str, float | None]]:

@@ -111,10 +111,14 @@ class Tab:
         self.call("Page.navigate", url=address)
 
     def click(self, element: str, at: tuple[float, float] = (0.5, 0.5)) -> None:
-        """Scroll to an element (an expression) and press the mouse over it, at a place relative to its size."""
+        """Scroll to an element (an expression), wait until it lies still, and press the mouse at a relative place."""
         scroll = "e.scrollIntoView({behavior: 'instant', block: 'center'})"
         box = "(r => [r.x, r.y, r.width, r.height])(e.getBoundingClientRect())"
-        x, y, width, height = self.run(f"(e => {{{scroll}; return {box}}})({element})")
+        before, found = None, ()
+        while before != found:
+            time.sleep(0.3)
+            before, found = found, self.run(f"(e => {{{scroll}; return {box}}})({element})")
+        x, y, width, height = found
         where = {"x": x + at[0] * width, "y": y + at[1] * height, "button": "left", "clickCount": 1}
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, **where)

@@ -1,4 +1,4 @@
-"""What the explorer's page shows: answers, attention of words and regions, and answers when regions are hidden."""
+"""What the explorer's page shows: answers, attention of words and regions, and answers when regions are masked."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def shown_on_page(session: Session) -> dict[str, Any]:
 
 
 def test_attention_of_a_word_and_of_a_region(explorer, asked, record):
-    assert asked.after is None and asked.hidden == () and asked.attention is None and len(asked.before) > 2
+    assert asked.after is None and asked.masked == () and asked.attention is None and len(asked.before) > 2
     seen, first = asked.before, len(asked.before.words)
-    pieces = explorer.model.tokenizer.tokenize(record["text"])
-    assert list(seen.words[1 : 1 + len(pieces)]) == pieces and seen.item_name(1) == f"2: {pieces[0]}"
+    words = record["text"].split()
+    assert list(seen.words[1 : 1 + len(words)]) == words and seen.item_name(1) == f"2: {words[0]}"
     assert seen.item_name(first + 1) == seen.region_name(1) == f"region 1 {seen.names[1]}"
     count = first + len(seen)
     assert seen.attention.shape[1:] == (explorer.model.network.encoder.config.num_attention_heads, count, count)
@@ -74,7 +74,29 @@ def test_attention_of_a_word_and_of_a_region(explorer, asked, record):
         assert one == pytest.approx(seen.attention[0, 1, item]) and not np.allclose(one, mean)
 
 
-def test_the_pixels_of_hidden_regions_have_the_mean_colour_before_the_detector(explorer, asked, monkeypatch):
+def test_words_are_whole(explorer, record):
+    """The attention of a word is the mean over its pieces, the attention to it their sum."""
+    asked = ask(explorer, record["file_name"], "star rig")
+    assert explorer.model.tokenizer.tokenize("rig") == ["r", "##i", "##g"]
+    assert asked.before.words[1:3] == ("star", "rig")
+    _, output = explorer.model.ask_with_output(Question(Path(record["file_name"]), "star rig"))
+    pieces = output.encoded.attentions[0][0]
+    maps = asked.before.attention[0]
+    assert maps[:, 1, 2] == pytest.approx(pieces[:, 1, 2:5].sum(dim=1).numpy())
+    assert maps[:, 2, 1] == pytest.approx(pieces[:, 2:5, 1].mean(dim=1).numpy())
+    assert np.allclose(maps.sum(axis=2), 1, atol=1e-5)
+
+
+def test_examples_are_photos_of_the_run_with_their_longest_texts(trained_run, explorer):
+    texts: dict[str, list[str]] = {}
+    for one in predictions_of(trained_run.path, "val_gt"):
+        texts.setdefault(one["file_name"], []).append(one["text"])
+    examples = dict(explorer.examples)
+    assert 0 < len(examples) <= 12 and list(examples) == [Path(name) for name in texts][: len(examples)]
+    assert all(len(text) == max(map(len, texts[str(file)])) for file, text in examples.items())
+
+
+def test_the_pixels_of_masked_regions_have_the_mean_colour_before_the_detector(explorer, asked, monkeypatch):
     seen: list[torch.Tensor] = []
     forward = explorer.model.network.detector.forward
 
@@ -84,7 +106,7 @@ def test_the_pixels_of_hidden_regions_have_the_mean_colour_before_the_detector(e
 
     monkeypatch.setattr(explorer.model.network.detector, "forward", watched)
     explorer.ask(asked, asked.before.answer.question)
-    hidden = explorer.hide(asked, [2, 0])
+    masked = explorer.mask(asked, [2, 0])
     whole, covered = seen
     size = whole.shape[2:]
     inside = torch.zeros(size, dtype=torch.bool)
@@ -93,21 +115,38 @@ def test_the_pixels_of_hidden_regions_have_the_mean_colour_before_the_detector(e
     assert 0 < inside.float().mean() < 1 and whole[0, :, inside].any()
     assert not covered[0, :, inside].any(), "0 is the mean colour"
     assert torch.equal(covered[0, :, ~inside], whole[0, :, ~inside])
-    assert hidden.hidden == (0, 2) and hidden.after.names == asked.before.names
-    assert np.array_equal(hidden.after.answer.boxes, asked.before.answer.boxes)
+    assert masked.masked == (0, 2) and masked.after.names == asked.before.names
+    assert np.array_equal(masked.after.answer.boxes, asked.before.answer.boxes)
 
 
-def test_hiding_the_region_of_the_answer_changes_the_answer_and_showing_it_restores_it(explorer, asked):
+def test_masking_the_region_of_the_answer_changes_the_answer_and_showing_it_restores_it(explorer, asked):
     box = asked.before.answer.box
     row = asked.before.region_at(*(box[:2] + box[2:]) / 2)
-    hidden = explorer.toggle(asked, row)
-    assert hidden.hidden == (row,)
-    assert hidden.after.shown_boxes()[0][0].split()[0] in asked.before.names, "the detector's name of the region"
-    assert abs(hidden.after.answer.score - asked.before.answer.score) > 1e-4
-    assert hidden.shown is hidden.after and hidden.before is asked.before
-    shown = explorer.toggle(hidden, row)
-    assert shown.hidden == () and shown.after is None and shown.shown is asked.before
-    assert explorer.ask(hidden, "the star").hidden == (), "another question begins anew"
+    masked = explorer.toggle(asked, row)
+    assert masked.masked == (row,)
+    assert masked.after.answer_boxes()[0][0].split()[0] in asked.before.names, "the detector's name of the region"
+    assert abs(masked.after.answer.score - asked.before.answer.score) > 1e-4
+    assert masked.shown is masked.after and masked.before is asked.before
+    shown = explorer.toggle(masked, row)
+    assert shown.masked == () and shown.after is None and shown.shown is asked.before
+    assert explorer.ask(masked, "the star").masked == (), "another question begins anew"
+
+
+def test_the_answer_needs_its_own_region_and_no_region_that_the_text_does_not_name():
+    explorer, moved, kept = Explorer(e2e_vl.load("demo", device="cpu")), [], []
+    for file, text in explorer.examples:
+        asked = ask(explorer, file, text)
+        found = asked.before.answer
+        if found.box is None:
+            continue
+        used = [found.box, *(one.box for one in found.phrases if one.box is not None)]
+        free = [row for row, box in enumerate(found.boxes) if not np.isclose(box, used, atol=0.5).all(axis=1).any()]
+        far = max(free, key=lambda row: np.abs(found.boxes[row] - found.box).sum())
+        own = int(np.abs(found.boxes - found.box).sum(axis=1).argmin())
+        for row, same in ((far, kept), (own, moved)):
+            box = explorer.mask(asked, [row]).after.answer.box
+            same.append(box is not None and np.allclose(box, found.box))
+    assert len(kept) > 8 and sum(kept) >= len(kept) - 1 and sum(moved) <= len(moved) / 2
 
 
 def test_the_smallest_region_around_a_point_is_found(asked):
@@ -124,26 +163,26 @@ def test_pictures(explorer, asked):
     assert draw_regions(Session()) is None and draw_answer(asked, None) is None
     with pytest.raises(ValueError, match="no photo yet"):
         explorer.ask(Session(), "the star")
-    [(_, box)] = asked.before.shown_boxes()
-    assert box == pytest.approx(asked.before.answer.box.tolist())
+    [(_, box)] = asked.before.answer_boxes()
+    assert list(box) == pytest.approx(asked.before.answer.box.tolist())
     assert not np.array_equal(draw_regions(with_item(asked, 1)), draw_regions(asked))
-    hidden = explorer.toggle(asked, 0)
-    boxes = hidden.before.answer.boxes
+    masked = explorer.toggle(asked, 0)
+    boxes = masked.before.answer.boxes
     x, y = ((boxes[0, :2] + boxes[0, 2:]) / 2 * asked.photo.scale).astype(int)
-    assert draw_answer(hidden, hidden.after, hidden.hidden)[y, x].tolist() == [GREY] * 3
-    assert draw_answer(hidden, hidden.before)[y, x].tolist() != [GREY] * 3
+    assert draw_answer(masked, masked.after, masked.masked)[y, x].tolist() == [GREY] * 3
+    assert draw_answer(masked, masked.before)[y, x].tolist() != [GREY] * 3
 
 
 LXMERT = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
 LXMERT |= {"l_layers": 2, "r_layers": 1, "x_layers": 1}
 LAYERS = [
-    *(f"language:{layer} (words to words)" for layer in range(3)),
-    *(f"vision:{layer} (regions to regions)" for layer in range(2)),
-    "cross:0 (words to regions, regions to words)",
+    *(f"language layer {layer} of 3: words to words" for layer in (1, 2, 3)),
+    *(f"vision layer {layer} of 2: regions to regions" for layer in (1, 2)),
+    "cross layer 1 of 1: words to regions, regions to words",
 ]
 
 
-def test_layers_are_named_as_in_an_analysis(trained_run, record, tmp_path):
+def test_layers_have_the_names_of_their_graphs(trained_run, record, tmp_path):
     """An untrained LXMERT; where two graphs share a map, each shows its own part."""
     config = replaced(trained_run.config, encoder={"name": "lxmert", "config": LXMERT, "weights": None})
     tokenizer = load_tokenizer(str(trained_run.path / "model" / "tokenizer"))
@@ -153,7 +192,7 @@ def test_layers_are_named_as_in_an_analysis(trained_run, record, tmp_path):
     asked = ask(explorer, record["file_name"], record["text"])
     seen, count = asked.before, len(asked.before.words)
     assert list(seen.step_names) == LAYERS and len(seen.attention) == len(LAYERS)
-    assert {one.partition(":")[0] for one in LAYERS} == set(explorer.model.network.encoder.attention_graphs)
+    assert {one.partition(" ")[0] for one in LAYERS} == set(explorer.model.network.encoder.attention_graphs)
     assert seen.best_step == len(LAYERS) - 1
     places = {"words": slice(0, count), "regions": slice(count, None)}
     for name, maps in zip(LAYERS, seen.attention, strict=True):
@@ -161,8 +200,8 @@ def test_layers_are_named_as_in_an_analysis(trained_run, record, tmp_path):
             assert maps[:, places[query], places[key]].any() == (f"{query} to {key}" in name)
         shares = maps.sum(axis=2)
         assert np.allclose(shares[shares > 0], 1, atol=1e-5)
-    hidden = explorer.hide(with_item(asked, count), [0])
-    assert hidden.after.step_names == seen.step_names and not np.allclose(hidden.after.attention, seen.attention)
+    masked = explorer.mask(with_item(asked, count), [0])
+    assert masked.after.step_names == seen.step_names and not np.allclose(masked.after.attention, seen.attention)
 
 
 def test_a_run_that_answers_questions(vqa_run):
@@ -171,27 +210,25 @@ def test_a_run_that_answers_questions(vqa_run):
     asked = ask(explorer, record["file_name"], record["text"])
     assert asked.before.answer.text in explorer.model.network.task.answers and len(asked.before) > 1
     assert draw_answer(asked, asked.before) is not None and draw_regions(with_item(asked, 1)) is not None
-    hidden = explorer.hide(asked, range(len(asked.before)))
-    assert hidden.after.answer.text and hidden.after.answer.score != asked.before.answer.score
+    masked = explorer.mask(asked, range(len(asked.before)))
+    assert masked.after.answer.text and masked.after.answer.score != asked.before.answer.score
 
 
-def test_the_phrases_of_a_run_that_grounds_them(phrase_run, record, asked):
-    assert not shown_on_page(asked)["phrases"]["visible"], "a run without phrases"
+def test_the_phrases_of_a_run_that_grounds_them(phrase_run, record):
     explorer = Explorer(e2e_vl.load(phrase_run, device="cpu"))
     grounding = ask(explorer, record["file_name"], "big red star")
     seen = grounding.before
     phrases, shown = seen.answer.phrases, seen.answer.shown_phrases()
-    [(label, box), *others] = seen.shown_boxes()
-    assert label != "answer" and box == pytest.approx(seen.answer.box.tolist())
-    assert shown and others == [(f"{one.text} {one.score:.2f}", list(one.box)) for one in shown]
-    assert len(shown_on_page(grounding)["phrases"]["value"].split("\n")) == len(phrases)
+    [(label, box)] = seen.answer_boxes()
+    assert label != "answer" and list(box) == pytest.approx(seen.answer.box.tolist()) and shown
+    assert shown_on_page(grounding)["boxes"].count("\n") == len(phrases) == 3
     assert (draw_answer(grounding, seen) == PALETTE[1]).all(axis=2).sum() > 200
-    hidden = explorer.hide(grounding, [0]).after
-    assert [one.text for one in hidden.answer.phrases] == [one.text for one in phrases] == ["big", "red", "star"]
+    masked = explorer.mask(grounding, [0]).after
+    assert [one.text for one in masked.answer.phrases] == [one.text for one in phrases] == ["big", "red", "star"]
 
 
 @pytest.mark.parametrize("features_of", ["final", "proposal"])
-def test_nothing_changes_when_nothing_is_hidden(trained_run, record, features_of):
+def test_nothing_changes_when_nothing_is_masked(trained_run, record, features_of):
     """The same regions are given the second time, so they must have the same features."""
     model = e2e_vl.load(trained_run.path, device="cpu")
     config = model.network.detector.config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,17 +13,18 @@ import torch
 from PIL import Image
 
 import e2e_vl
-from e2e_vl.explorer.session import Explorer
+from e2e_vl.explorer.session import Explorer, Inspection, Session, read_photo
 from tests.conftest import cpu_with_one_thread
 from tests.explorer.browser import Tab, browser_or_skip, open_browser
 from tests.run.runs import predictions_of
 
 pytest.importorskip("gradio", reason='gradio is not installed; pip install "e2e-vl[explore]" lets this test run')
 
-from e2e_vl.explorer.web_page import HIDE_REGION, build_page, serve
+from e2e_vl.explorer.web_page import build_page, serve
 
 # rows of the values that an event returns to a program: without the session, which stays on the server
 PROBLEM, ANSWER, ANSWER_AFTER, BOXES = range(4)
+BOUNDS = "document.querySelector('#{} img').getBoundingClientRect()"  # of a picture on the page
 SHARPER = 20.0  # factor on the scores of regions before their softmax: the answer stays, and changes of its score grow
 
 
@@ -40,13 +42,18 @@ def middle(box: list[float]) -> tuple[float, float]:
 
 
 @pytest.fixture(scope="module")
-def address(trained_run) -> Iterator[str]:
-    """Of the page of a run."""
+def explorer(trained_run) -> Explorer:
     model = e2e_vl.load(trained_run.path, device="cpu")
     with torch.no_grad():
         model.network.task.head.output.weight.mul_(SHARPER)
+    return Explorer(model)
+
+
+@pytest.fixture(scope="module")
+def address(explorer) -> Iterator[str]:
+    """Of the page of a run."""
     with cpu_with_one_thread():
-        page = build_page(Explorer(model), "A run")
+        page = build_page(explorer, "A run")
         try:
             yield serve(page, host="127.0.0.1", port=None)
         finally:
@@ -58,7 +65,7 @@ def numbers(text: str) -> list[float]:
     return [float(one) for one in text.partition("  (")[0].split(", ")]
 
 
-def test_a_program_asks_hides_and_is_refused(address, asked, tmp_path):
+def test_a_program_asks_masks_and_is_refused(address, asked, tmp_path):
     from gradio_client import Client, handle_file
 
     visitor = Client(address, verbose=False, analytics_enabled=False)
@@ -67,8 +74,8 @@ def test_a_program_asks_hides_and_is_refused(address, asked, tmp_path):
     shown = visitor.predict(asked.text, api_name="/ask")
     assert numbers(shown[BOXES]) == pytest.approx(asked.box, abs=0.06)
     assert shown[ANSWER] and not shown[ANSWER_AFTER]
-    hidden = visitor.predict([0, 1], api_name="/hide")
-    assert hidden[ANSWER] == shown[ANSWER] and hidden[ANSWER_AFTER] not in ("", shown[ANSWER])
+    masked = visitor.predict([0, 1], api_name="/mask")
+    assert masked[ANSWER] == shown[ANSWER] and masked[ANSWER_AFTER] not in ("", shown[ANSWER])
     other = Client(address, verbose=False, analytics_enabled=False)
     assert "no photo yet" in other.predict(asked.text, api_name="/ask")[PROBLEM]["value"], "visitors share nothing"
     (tmp_path / "damaged.png").write_bytes(asked.file.read_bytes()[:500])
@@ -84,49 +91,74 @@ def tab(tmp_path_factory) -> Iterator[Tab]:
 
 def value(name: str) -> str:
     """What a text of the page says, as an expression."""
-    return f"document.querySelector('#{name} textarea, #{name} input').value"
+    return f"document.querySelector('#{name} textarea, #{name} input')?.value"
+
+
+def answer_lines(found: Inspection) -> str:
+    return "\n".join(found.answer.lines)
+
+
+@pytest.mark.parametrize("width", [1400, 800])
+def test_the_page_opens_with_an_answer_and_answers_the_example_that_is_clicked(tab, address, explorer, width):
+    tab.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+    tab.go(address)
+    for number in (0, 2):
+        if number:
+            tab.click(f"document.querySelectorAll('#examples button')[{number}]")
+        file, text = explorer.examples[number]
+        expected = answer_lines(explorer.ask(Session(read_photo(file)), text).before)
+        tab.wait(f"document.querySelector('#text textarea, #text input')?.value === {json.dumps(text)}")
+        tab.wait(f"{value('answer')} === {json.dumps(expected)}")
+    tab.run("window.scrollTo(0, 0)")
+    photo, picture = (BOUNDS.format(name) for name in ("regions", "picture"))
+    assert tab.run(f"{photo}.right <= {picture}.left && {picture}.right <= {width}"), "side by side"
+    assert 0 < tab.run(f"Math.max({photo}.bottom, {picture}.bottom)") < 900, "above the fold"
+    assert tab.run("document.documentElement.scrollWidth") <= width
 
 
 def ask(tab: Tab, address: str, file: Path, text: str) -> None:
-    """Open the page, drop a photo, write a text, ask, and wait for the answer."""
+    """Open the page, drop a photo without a text, write a text, and ask."""
+    box = "document.querySelector('#text textarea, #text input')"
     tab.go(address)
-    tab.wait("!!document.querySelector('#photo button') && !document.querySelector('#regions img')")
+    tab.wait(f"{box}?.value && {value('answer')}")
+    tab.run(f"{box}.value = ''; {box}.dispatchEvent(new Event('input', {{bubbles: true}}))")
     tab.drop("document.querySelector('#photo button')", file)
-    tab.wait("!!document.querySelector('#regions img')")
-    tab.type("document.querySelector('#text textarea, #text input')", text)
+    tab.wait(f"{value('answer')} === '' && document.querySelector('#photo').innerText.includes('{file.stem}')")
+    tab.type(box, text)
     tab.click("document.querySelector('button#ask')")
-    tab.wait(value("answer"))
-    tab.wait("!!document.querySelector('#picture img')")
 
 
-def test_a_visitor_drops_a_photo_asks_and_hides_a_region(tab, address, asked):
+def test_a_visitor_drops_a_photo_asks_and_masks_a_region(tab, address, explorer, asked):
     ask(tab, address, asked.file, asked.text)
-    answer = tab.run(value("answer"))
+    session = explorer.ask(Session(read_photo(asked.file)), asked.text)
+    tab.wait(f"{value('answer')} === {json.dumps(answer_lines(session.before))}")
+    tab.run("document.querySelectorAll('.label-wrap').forEach(one => one.click())")  # unfolds what is folded
     box = numbers(tab.wait(value("boxes")))
     assert box == pytest.approx(asked.box, abs=0.06)
 
     tab.click("document.querySelectorAll('#words .token')[1]")
-    assert tab.wait(value("item")).startswith("2: ")
+    tab.wait(f"{value('item')}.startsWith('2: ')")
     tab.wait("!!document.querySelector('#words .score-token')")
 
-    tab.click(f"[...document.querySelectorAll('#click label')].find(one => one.innerText.includes('{HIDE_REGION}'))")
     # the picture is as large as the photo, or larger at the right and the bottom
     picture = "document.querySelector('#regions img')"
-    wide, high = tab.run(f"[{picture}.naturalWidth, {picture}.naturalHeight]")
+    wide, high = tab.wait(f"{picture}.naturalWidth > 0 && [{picture}.naturalWidth, {picture}.naturalHeight]")
     scale = min(wide / asked.size[0], high / asked.size[1])
-    answers = {answer}  # their scores have three decimals
     for one in (box, asked.far):
-        before = tab.run(f"{picture}.src")
+        before = tab.wait(f"{picture}.complete && {picture}.src")
         x, y = middle(one)
+        row = session.before.region_at(x, y)
+        after = explorer.mask(session, [row]).after
+        assert answer_lines(after) != answer_lines(session.before)
         tab.click(picture, (x * scale / wide, y * scale / high))
-        changed = tab.wait(value("answer-after"))
-        assert tab.run(value("answer")) == answer
-        assert tab.run(value("boxes-after")) and "region" in tab.run("document.querySelector('#hidden').innerText")
-        answers.add(changed)
-        tab.wait(f"{picture}.src != '{before}'")
+        tab.wait(f"{value('answer-after')} === {json.dumps(answer_lines(after))}")
+        assert tab.run(value("answer")) == answer_lines(session.before)
+        assert session.before.region_name(row) in tab.run("document.querySelector('#masked').innerText")
+        tab.wait(f"{picture}.src != '{before}' && {picture}.complete")
+        first, second = (BOUNDS.format(name) for name in ("picture", "picture-after"))
+        assert tab.run(f"{first}.right <= {second}.left && {first}.top === {second}.top"), "side by side"
         tab.click(picture, (x * scale / wide, y * scale / high))
-        tab.wait(f"!{value('answer-after')}")
-    assert len(answers) == 3, "each region that is hidden changes the answer in its way"
+        tab.wait(f"!{value('answer-after')} && {picture}.src == '{before}'")
 
     hosts = {one.split("/")[2] for one in tab.requests if one.startswith("http")}
     assert hosts == {address.split("/")[2]}, "the page asks nobody else"
