@@ -92,6 +92,7 @@ def run_command(command: str, placeholders: dict[str, str]) -> None:
     program = next((word for word in words if word.startswith("tools/")), words[0])
     options = words[words.index(program) + 1 :]
     runners: dict[str, Callable[[], int]] = {
+        "pip": lambda: 0,  # what is installed here
         ".venv/bin/pytest": lambda: 0,  # this very run
         "tools/train.py": lambda: run.train([*options, *reduced(options, placeholders)]),
         "e2e-vl ask": lambda: ask.main(options, "e2e-vl ask"),
@@ -142,8 +143,8 @@ def run_page(page: str, placeholders: dict[str, str]) -> tuple[dict, int]:
 
 def test_readme(folder: Path, placeholders: dict[str, str]) -> None:
     names, commands = run_page("README.md", placeholders)
-    assert names["answer"].box is not None and commands == 6
-    assert (folder / "answer.png").is_file() and (folder / "asked" / "answer.png").is_file()
+    assert names["answer"].box is not None and names["nothing"].box is None and commands == 5
+    assert (folder / "answer.png").is_file()
     assert (folder / "runs" / "demo_refcoco" / "report.html").is_file()
 
 
