@@ -84,11 +84,12 @@ class Submission(NamedTuple):
 
 
 def write_submission(path: Path, answers_run: Sequence[VCRPrediction], rationales_run: Sequence[VCRPrediction]) -> None:
-    """Write the leaderboard file of a Q->A run and a QA->R run, see `join_predictions`.
+    """Write the leaderboard file of a Q->A run and a QA->R run, see `join_predictions`."""
+    write_leaderboard(path, join_predictions(answers_run, rationales_run))
 
-    It has a header, and a row of 21 columns per question with scores in full precision.
-    """
-    submission = join_predictions(answers_run, rationales_run)
+
+def write_leaderboard(path: Path, submission: Submission) -> None:
+    """Write the leaderboard file: a header, and a row of 21 columns per question with scores in full precision."""
     with atomic_file(path) as part, part.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)

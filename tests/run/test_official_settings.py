@@ -104,7 +104,13 @@ def test_every_file_is_accounted_for():
         for path in (ROOT / "configs" / folder).rglob("*.yaml")
     }
     own = {"pretraining/paper", "pretraining/visual_bert_common", "flickr30k/pixels"}
-    own |= {"refcoco/vl_bert_base_precomputed", "refcoco/vl_bert_base_fpn", *itertools.chain(*PIXELS.values())}
+    own |= {
+        "refcoco/vl_bert_base_8gb",
+        "refcoco/grefcoco_vl_bert_base",
+        "refcoco/vl_bert_base_precomputed",
+        "refcoco/vl_bert_base_fpn",
+        *itertools.chain(*PIXELS.values()),
+    }
     own |= {name for name in files if "/lxmert_" in name}
     known = set(OFFICIAL) | set(VARIANTS)
     rows = {name for name in known if name.startswith("visual_bert_ablation/")}

@@ -66,7 +66,7 @@ def settings(data, tmp_path):
     ("word", "message"),
     [
         ("data.config.use_corpus=false", r"masked_text has the weight 1\.0, but the data have no text-only"),
-        ("task.config.objectives.masked_regions.classes=8", r"classes is 8, but the detector has 6 classes"),
+        ("task.config.objectives.masked_regions.classes=8", r"classes is 8, the detector has 6 classes"),
     ],
 )
 def test_an_objective_without_its_data_ends_the_run_before_it_begins(settings, word, message):

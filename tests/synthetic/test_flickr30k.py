@@ -106,7 +106,7 @@ def test_the_phrases_of_expressions_as_the_reader_gives_them(synthetic_folder):
     numbers = {"attribute": set(), "superlative": set(), "comparison": set(), "relation": set()}
     for texts in dataset.groups:
         for text in dataset.sample(texts).texts:
-            phrases, meant = text.phrases, np.array(text.truth.box)
+            phrases, meant = text.phrases, np.array(text.truth.boxes[0])
             assert phrases.is_complete
             numbers[text.metadata["family"].split("/")[0]].add(len(phrases.spans))
             named = [text.words[slice(*span)] for span in phrases.spans]

@@ -143,7 +143,7 @@ def test_cutting_rationales():
 def test_sentences_of_users_name_objects():
     assert parse_sentence("Why is [0, 2] near [1]'s hat ?", 3) == ["Why", "is", [0, 2], "near", [1], "'s", "hat", "?"]
     assert parse_sentence("[sic] 3", 0) == ["[sic]", "3"]
-    with pytest.raises(ValueError, match="refers to the object \\[3\\], but only 3 boxes"):
+    with pytest.raises(ValueError, match="refers to the object \\[3\\], but has only 3 boxes"):
         parse_sentence("[0,3] waits", 3)
 
 

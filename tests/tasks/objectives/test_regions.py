@@ -76,7 +76,7 @@ def test_another_number_of_classes_is_an_error():
         inputs.run(masked_regions(classes=7, labels="class"), Targets())
     detector = SimpleNamespace(num_classes=CLASSES - 1)
     masked_regions(classes=7).check(None, detector, PretrainingConfig(teacher="file"))
-    with pytest.raises(UserError, match=r"classes is 7, but the detector has 3 classes and the background"):
+    with pytest.raises(UserError, match=r"classes is 7, the detector has 3 classes and the background"):
         masked_regions(classes=7).check(None, detector, PretrainingConfig())
 
 
