@@ -421,8 +421,8 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Read a run's settings.
 
     Relative paths under the keys in `INPUTS` work from any directory: a path in a YAML file that does not exist in the
-    working directory is searched for in the folder of that file, then in its parents, then beside `CONFIGS`. Paths that
-    are found nowhere, and paths from the command line, do not change.
+    working directory is searched for in the folder of that file, then in its parents, then (all but `data.root`) beside
+    `CONFIGS`. Paths that are found nowhere, and paths from the command line, do not change.
 
     Args:
         path: YAML file, see `find_config`; its `base:` key names a file with the settings that it overrides, relative
@@ -496,6 +496,8 @@ def _with_found_inputs(tree: Tree, folder: Path) -> Tree:
         if not isinstance(written, str) or Path(written).is_absolute() or written.startswith("~"):
             continue
         places = (Path(), folder.resolve(), *folder.resolve().parents, CONFIGS.parent)
+        if key == "data.root":  # what lies in a clone may be the drawn data of another run
+            places = tuple(place for place in places if place != CONFIGS.parent)
         found = next((place / written for place in places if exists(place / written)), None)
         if found is not None and found.is_absolute():
             tree = merge(tree, _nest(key, str(found)))

@@ -166,7 +166,7 @@ def project(tmp_path, monkeypatch) -> Path:
     return tmp_path / "project"
 
 
-def test_inputs_are_found_beside_and_above_the_file(project, tmp_path):
+def test_inputs_are_found_beside_and_above_the_file(project, tmp_path, monkeypatch):
     config = load_config(write(project / "configs" / "deep" / "run.yaml", INPUTS))
     assert config.detector.config == str(project / "configs" / "detector" / "own.yaml")
     assert config.detector.weights == str(project / "weights" / "detector.pt")
@@ -186,6 +186,9 @@ def test_inputs_are_found_beside_and_above_the_file(project, tmp_path):
     text = "output: x\nencoder: {name: none}\ntask: {name: refcoco}\ndata: {name: refcoco, root: data}\n"
     config = load_config(write(project / "configs" / "run.yaml", text))
     assert config.detector.config == str(project / "configs" / "detector" / "R_101_C4.yaml")
+    # the data in a clone may be drawn for another run: its configs read those of the working directory
+    monkeypatch.setattr("e2e_vl.config.CONFIGS", project / "configs")
+    assert load_config(project / "configs" / "run.yaml").data.root == "data"
 
 
 # Saving and comparing

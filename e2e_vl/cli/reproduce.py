@@ -60,9 +60,13 @@ class Step(Settings, frozen=True):
 class Number(Settings, frozen=True, array_like=True):
     """A number of a row, as [published, step, metric]."""
 
-    published: float
+    published: float | None  # None: not published
     step: str
     metric: str = ""  # of the step, as a fraction; "" = an evaluation server computes it
+
+    @property
+    def text(self) -> str:
+        return "–" if self.published is None else str(self.published)
 
 
 class Row(Settings, frozen=True):
@@ -158,7 +162,7 @@ class Chain:
         """The lines of a dry run, with the GPU memory and the hours to expect of trainings if wanted."""
         yield f"{self.name}: {self.row.title}"
         for name, number in self.row.numbers.items():
-            yield f"  {name} {number.published}: {number.metric or 'the file for a server'} of {number.step}"
+            yield f"  {name} {number.text}: {number.metric or 'the file for a server'} of {number.step}"
         if self.row.from_memory:
             yield "  These numbers are from memory: they were not compared with the paper."
         for order, (name, step) in enumerate(self.steps.items(), start=1):
@@ -245,7 +249,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     if args.row is None:
         print(paper.title)
         for table, name, row in ((table, *item) for table, rows in tables.items() for item in rows.items()):
-            numbers = ", ".join(f"{key} {number.published}" for key, number in row.numbers.items())
+            numbers = ", ".join(f"{key} {number.text}" for key, number in row.numbers.items())
             print(f"{table:10s} {name:20s} {row.title}: {numbers}{' (from memory)' if row.from_memory else ''}")
         return 0
     rows = {name: row for own in tables.values() for name, row in own.items() if args.row in ("all", name)}
@@ -265,5 +269,5 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
             values = [chain.measured(number) for chain in chains] if number.metric else []
             mean = f"{statistics.mean(values):.2f}" if values else "see the file for the server"
             spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-            print(f"{name}: {key} {mean}{spread} (published: {number.published})")
+            print(f"{name}: {key} {mean}{spread} (published: {number.text})")
     return 0

@@ -36,7 +36,7 @@ def test_a_chain_goes_from_published_files_to_the_numbers(paper, table, row, tmp
         assert not any("{output}" in word for word in chain.command(name))
         assert all(steps.index(other) < steps.index(name) for other in chain._names(name) if other in chain.steps)
     for number in chain.row.numbers.values():
-        assert number.step in steps and str(number.published) in lines
+        assert number.step in steps and number.text in lines
     assert len(chain.missing()) == sum(line.startswith("missing: ") for line in lines.splitlines())
 
 
