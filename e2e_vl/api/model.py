@@ -359,18 +359,19 @@ class TrainedModel(
             "size": f"{parameters / 1e6:.1f} million parameters",
             "images": f"short edge {size.short_edge[-1]}, long edge at most {size.long_edge} pixels",
             "device": self.device,
-            "scores": ", ".join(f"{key} {value:.3f}" for key, value in self._scores(details=False).items()) or "none",
+            "knows": ", ".join(f"{len(values)} {kind}s" for kind, values in self.knows.items()),
         }
-        return "\n".join([f"TrainedModel {self.source}", *(f"  {key:9s} {value}" for key, value in rows.items())])
+        scores: dict[str, list[str]] = {}
+        for name, value in self._scores().items():
+            if not name.detail:
+                scores.setdefault(f"  {name.split}, {name.boxes}: ", []).append(f"{name.metric} {value:.3f}")
+        lines = [f"  {key:9s} {value}" for key, value in rows.items() if value]
+        return "\n".join([f"TrainedModel {self.source}", *lines, *(key + ", ".join(scores[key]) for key in scores)])
 
-    def _scores(self, *, details: bool = True) -> dict[str, float]:
-        """The run's metrics that measure the model; without `details`, only those over all texts."""
-        return {
-            key: value
-            for key, value in self._metrics.items()
-            if isinstance(value, float) and (name := MetricName.read(key)) is not None and name.measures_model
-            if details or not name.detail
-        }
+    def _scores(self) -> dict[MetricName, float]:
+        """The run's metrics that measure the model."""
+        names = ((MetricName.read(key), value) for key, value in self._metrics.items() if isinstance(value, float))
+        return {name: value for name, value in names if name is not None and name.measures_model}
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
@@ -732,7 +733,7 @@ class TrainedModel(
             data=config.data.name,
             example=example,
             knows=self.knows,
-            metrics=self._scores(),
+            metrics={str(name): value for name, value in self._scores().items()},
             **more,
         )
 

@@ -44,7 +44,7 @@ Without --run, --detector or --weights the detector is a ResNet-101 C4 with rand
 """
 MANY_IMAGES = """Extract boxes, features, classes and attributes of many images, in published formats.
 
-    e2e-vl extract DIR --output features --format npz --weights FILE --config FILE
+    e2e-vl extract FOLDER --output features --format npz --weights FILE --config FILE
     accelerate launch --num_processes 4 -m e2e_vl extract --images LIST.txt --output train.tsv --format tsv \\
         --rule maxconf --features-of proposal --min-boxes 10 --max-boxes 100
     e2e-vl extract --images instances.json --root DIR --boxes instances.json --output gt.h5 --format hdf5

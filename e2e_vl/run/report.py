@@ -26,7 +26,7 @@ from PIL import Image
 
 from detector.config import DetectorConfig, merge
 from detector.errors import UserError
-from detector.io import decode_yaml, read_json, write_text
+from detector.io import atomic_file, decode_yaml, read_json, write_text
 from e2e_vl.config import DataSettings, EncoderSettings, RunConfig, TaskSettings, differences
 from e2e_vl.io import file_name, read_log, read_text
 from e2e_vl.predictions import Prediction, read_predictions, with_target
@@ -83,7 +83,8 @@ def draw_schedule(config: RunConfig, path: Path) -> None:
     """Write a picture of the learning rates and the weights of objectives over the steps of a run to come."""
     if config.train.max_steps is None:
         raise UserError("Epochs have no steps without data; give train.max_steps, the steps to draw.")
-    path.write_bytes(draw_curves(list(preview(config, config.train.max_steps))))
+    with atomic_file(path) as new:
+        new.write_bytes(draw_curves(list(preview(config, config.train.max_steps))))
 
 
 def _find_plot(kind: str, name: str) -> tuple[str, str]:

@@ -167,7 +167,7 @@ def test_what_is_printed(model, detector, records):
     assert repr(model.regions(records[0]["file_name"])).count("\n") == 0
     lines = dict(line.split(maxsplit=1) for line in repr(model).splitlines())
     assert lines["task"] == "refcoco" and lines["encoder"] == model.config.encoder.name and lines["device"] == "cpu"
-    assert "val/accuracy_predicted_boxes 0." in lines["scores"] and "count" not in lines["scores"]
+    assert "val, predicted boxes: accuracy 0." in repr(model) and "count" not in repr(model)
     assert "6 classes" in lines["detector"] and "6 classes" in repr(detector)
     assert {"ask", "regions", "save_pretrained"} <= set(dir(model)) and not any(name[0] == "_" for name in dir(model))
 
