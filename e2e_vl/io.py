@@ -191,9 +191,8 @@ def find_model_folder(folder: Path) -> Path:
         )
     if folder.suffix in _FILE_ENDS[2:] or any(folder.glob("*.safetensors")):
         raise UserError(f"{folder} has weights without a run; a detector is loaded by e2e_vl.load_detector.")
-    raise MissingFileError(
-        f"{folder} contains no trained model (no model/config.yaml); give a run directory of `e2e-vl train`."
-    )
+    what = "contains no trained model (no model/config.yaml)" if folder.exists() else "does not exist"
+    raise MissingFileError(f"{folder} {what}; give a run directory of `e2e-vl train`, or demo.")
 
 
 def refuse_to_overwrite(output: Path) -> None:

@@ -183,7 +183,7 @@ def test_mistakes_get_a_sentence(model, trained_run, records, tmp_path):
         (tmp_path, "has not ended; continue it with .*--resume"),
         (trained_run.path / "model" / "detector", "e2e_vl.load_detector"),
         (image, "contains no trained model"),
-        ("nothing", "nothing contains no trained model"),
+        ("nothing", "nothing does not exist"),
     ):
         with pytest.raises(UserError, match=message):
             e2e_vl.load(source)

@@ -165,5 +165,5 @@ def test_a_detector_that_the_official_code_does_not_have(settings, tmp_path, cha
 def test_what_is_not_there_is_named(settings, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert "none.model" in refused(["convert", "none.model", "--run", "run.yaml", "--output", "out"], capsys)
-    assert "here contains no trained model" in refused(["convert", "here", "--output", "out.model"], capsys)
+    assert "here does not exist" in refused(["convert", "here", "--output", "out.model"], capsys)
     assert not list(tmp_path.glob("out*"))
