@@ -104,13 +104,19 @@ class Answer:
         masked = self.prediction.masked_regions  # they are the first candidates
         covered = [one.box for one in masked]
         labels = [f"masked: {one.classes[0][0]} {one.classes[0][1]:.2f}" for one in masked]
-        rows = []
-        if self.attention is not None and len(self.attention):
-            best = np.argsort(-self.attention, kind="stable")[:MAX_ATTENDED_REGIONS]
-            best = best[self.attention[best] >= HIGH_ATTENTION * self.attention.mean()]
-            rows = [row for row in best if row >= len(masked) and self.box_images[row] == image]
-        labels += [f"{self.box_names[row]} attention {self.attention[row]:.2f}".strip() for row in rows]
-        return draw_on(self.images[image], [*covered, *self.boxes[rows]], labels, title, covered, phrases)
+        attended = self.attended_regions(image)
+        labels += [label for label, _ in attended]
+        return draw_on(self.images[image], [*covered, *(box for _, box in attended)], labels, title, covered, phrases)
+
+    def attended_regions(self, image: int = 0) -> list[tuple[str, np.ndarray]]:
+        """(label, box) of the regions of an image with the most attention, highest first; no masked ones."""
+        if self.attention is None or not len(self.attention):
+            return []
+        best = np.argsort(-self.attention, kind="stable")[:MAX_ATTENDED_REGIONS]
+        best = best[self.attention[best] >= HIGH_ATTENTION * self.attention.mean()]
+        rows = [row for row in best if row >= len(self.prediction.masked_regions) and self.box_images[row] == image]
+        labels = [f"{self.box_names[row]} attention {self.attention[row]:.2f}".strip() for row in rows]
+        return list(zip(labels, self.boxes[rows], strict=True))
 
     def _repr_png_(self) -> bytes:
         """For notebooks."""

@@ -277,10 +277,12 @@ def draw_regions(session: Session) -> np.ndarray | None:
 
 
 def draw_answer(session: Session, found: Inspection | None, masked: tuple[int, ...] = ()) -> np.ndarray | None:
-    """Picture, uint8 RGB [height, width, 3], of the boxes of an answer and its phrases; None: no photo or answer."""
+    """Picture, uint8 RGB [height, width, 3], of an answer's boxes (or else the regions with the most attention) and its
+    phrases; None: no photo or answer.
+    """
     if found is None or session.photo is None:
         return None
-    shown, phrases = found.answer_boxes(), found.answer.shown_phrases()
+    shown, phrases = found.answer_boxes() or found.answer.attended_regions(), found.answer.shown_phrases()
     boxes = [*(box for _, box in shown), *(phrase.box for phrase in phrases)]
     marks = box_marks([label for label, _ in shown], phrases)
     return draw_boxes(_covered(session.photo, found, masked), _on_picture(session.photo, boxes), **marks)
