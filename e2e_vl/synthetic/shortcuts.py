@@ -1,7 +1,8 @@
 """Shortcuts: rules that do not read all of a drawn example. A model that reads does better than the best of them.
 
 `shortcuts.json` in the folder of a format: split -> rule -> accuracy. A rule about one family, or VCR's rationales,
-begins with that and a slash. What is usual is counted in one half of the scenes and tried on the other.
+begins with that and a slash; "chance" is a guess without image and text. What is usual is counted in one half of the
+scenes and tried on the other.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from e2e_vl.synthetic.nlvr2 import draw_sets
 from e2e_vl.synthetic.vqa import vqa_scores
 
 METRIC = "best_shortcut"
+CHANCE = "chance"
 FILE = "shortcuts.json"
 _FOLDERS = {"refcoco": "refcoco+"}  # of data sets whose format has another name
 _ADJECTIVES = {*COLOURS, *TEXTURES, *SIZES}
@@ -39,13 +41,18 @@ def write_shortcuts(folder: Path, scenes: Sequence[SceneRecord], recipe: Recipe)
     write_compact(folder / FILE, measured)
 
 
+def read_shortcuts(root: Path, data: str, split: str) -> dict[str, float]:
+    """All rules of a split and their accuracies; empty if not drawn."""
+    path = root / _FOLDERS.get(data, data) / FILE
+    measured = read_json(path) if path.is_file() else {}
+    return measured.get(split) or measured.get(split.split("_")[0], {})
+
+
 def best_shortcuts(root: Path, data: str, split: str) -> dict[str, float]:
     """The best rule of all examples and of each family, "best_shortcut/<rule>" -> accuracy; empty if not drawn.
     `split`: name of the split, perhaps with an ending, as in GQA's "val_balanced".
     """
-    path = root / _FOLDERS.get(data, data) / FILE
-    measured = read_json(path) if path.is_file() else {}
-    rules = measured.get(split) or measured.get(split.split("_")[0], {})
+    rules = read_shortcuts(root, data, split)
     best = {rule.rpartition("/")[0]: rule for rule in sorted(rules, key=rules.__getitem__)}
     return {f"{METRIC}/{rule}": rules[rule] for rule in best.values()}
 
@@ -62,7 +69,8 @@ def _referring(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Tries:
             said, target = reference.expression, reference.target
             landmark = [] if said.anchor is None else _fitting(said.anchor, scene)
             fits = [i for i in _fitting(said.description, scene) if i not in landmark]
-            rules = {"largest object": float(target == areas.argmax()), "any that fits the first phrase": 1 / len(fits)}
+            rules = {CHANCE: 1 / len(boxes), "largest object": float(target == areas.argmax())}
+            rules["any that fits the first phrase"] = 1 / len(fits)
             rules["largest that fits the first phrase"] = float(target == max(fits, key=areas.__getitem__))
             far = np.linalg.norm(centres - centres[landmark[0]], axis=1) if landmark else areas
             for rule, choose in (("nearest to the landmark", min), ("farthest from the landmark", max)):
@@ -88,11 +96,13 @@ def _answering(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Tries:
                 kind, scores, values = one["types"]["detailed"], {one["answer"]: 1.0}, one["choices"]
             else:
                 continue
-            usual[scene.number % 2][kind].update(scores)
+            for one in (kind, CHANCE):
+                usual[scene.number % 2][one].update(scores)
             asked.append((scene, kind, scores, values))
     for scene, kind, scores, values in asked:
-        (guess, _), *_ = usual[1 - scene.number % 2][kind].most_common(1) or [("", 0)]
-        yield "usual answer to this kind of question", scores.get(guess, 0.0)
+        for rule, group in ((CHANCE, CHANCE), ("usual answer to this kind of question", kind)):
+            (guess, _), *_ = usual[1 - scene.number % 2][group].most_common(1) or [("", 0)]
+            yield rule, scores.get(guess, 0.0)
         shown = Counter(value for item in scene.objects for value in vars(item.appearance).values())
         seen = [value for value in values if shown[value]]
         yield "most frequent value in the image", scores.get(max(seen, key=shown.get) if seen else guess, 0.0)
@@ -106,6 +116,7 @@ def _judging(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Tries:
                 here = len(_fitting(sentence.description, left))
                 likely = np.mean([sentence.predicate(here, there) for there in counts]) > 0.5
                 yield "left image alone", float(likely == row[column])
+                yield CHANCE, 0.5
 
 
 def _choosing(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Tries:
@@ -120,6 +131,7 @@ def _choosing(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Tries:
                 said = [[word for word in choice if isinstance(word, str)] for choice in choices]
                 colours = [[*own, *(one.colour for one in ones)] for own, ones in zip(said, named, strict=True)]
                 rules = {
+                    CHANCE: [1] * len(choices),
                     "first choice": [1, 0, 0, 0],
                     "longest choice": [len(choice) for choice in choices],
                     "most frequent colour in the image": [sum(counts[one] for one in own) for own in colours],
@@ -135,6 +147,8 @@ def _grounding(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Tries:
         looks = [set(vars(item.appearance).values()) for item in scene.objects]
         for phrase in (part for caption in scene.drawn for part in caption if not isinstance(part, str)):
             words = phrase.words.split()
+            if phrase.objects:
+                yield CHANCE, len(phrase.objects) / len(looks)
             noun, adjectives = {nouns[one] for one in words if one in nouns}, _ADJECTIVES.intersection(words)
             for rule, said in (("any that fits the noun", noun), ("any that fits the adjectives", adjectives)):
                 fits = [index in phrase.objects for index, own in enumerate(looks) if said <= own]

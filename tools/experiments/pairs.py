@@ -13,47 +13,27 @@ trained on objects and attributes (configs/pairs/detector.yaml, OUTPUT/detector)
     image_blind  data.blank_image=true: every pixel is the mean colour; boxes that reveal the answer are left out
     text_blind   data.blank_text=true: every text is empty; VCR: task.config.blank_question=true, without the question
 
-The table also has the accuracy of guessing, see `chance_accuracy`, and of the best rule that does not read everything
-(e2e_vl/synthetic/shortcuts.py). Writes OUTPUT/pairs.json and pairs.md with all
-finished cells, also after a failure. Finished cells are not repeated and interrupted ones are continued: repeat the
-command until all are done.
+The table also has the accuracy of guessing and of the best rule that does not read everything
+(e2e_vl/synthetic/shortcuts.py). Writes OUTPUT/pairs.json and pairs.md with all finished cells, also after a failure.
+Finished cells are not repeated and interrupted ones are continued: repeat the command until all are done.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
-import torch
 
 from compare import Job, add_common_options, format_mean, made_by, markdown_table, mean_and_std, run_jobs, write_table
-from detector.boxes import pairwise_iou
 from detector.io import read_yaml
-from e2e_vl import parts
 from e2e_vl.cli.main import make_parser, print_errors
 from e2e_vl.config import BoxSource, EncoderSettings, RunConfig, load_config, save_config
-from e2e_vl.data.base import VLDataset
-from e2e_vl.metrics.vqa import answer_accuracy
-from e2e_vl.run.build import make_synthetic_data, open_split
 from e2e_vl.run.evaluate import MetricName
-from e2e_vl.samples import (
-    AnnotatedObjects,
-    ChoiceText,
-    CorrectAnswer,
-    HumanAnswers,
-    PhraseBoxes,
-    ReferredBoxes,
-    SampleText,
-)
-from e2e_vl.synthetic.shortcuts import best_shortcuts
-from e2e_vl.text import basic_tokenize
+from e2e_vl.synthetic.shortcuts import CHANCE, read_shortcuts
 
-MIN_IOU = 0.5
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs" / "pairs"
 ENCODERS = CONFIGS / "encoders.yaml"
@@ -182,7 +162,7 @@ def with_encoder(config: RunConfig, name: str, settings: Mapping[str, Any], task
 def collect(
     cells: Sequence[Cell], jobs: Mapping[str, Job], configs: Mapping[tuple[str, str], RunConfig]
 ) -> dict[str, dict[str, Any]]:
-    """task -> "chance", "split" and "encoders": encoder -> variant -> results of the seeds, their mean and std."""
+    """task -> "split", "chance", "shortcut" and "encoders": encoder -> variant -> results of its seeds."""
     table: dict[str, dict[str, Any]] = {}
     for cell in cells:
         metrics = jobs[cell.name].metrics
@@ -191,9 +171,9 @@ def collect(
         config = configs[cell.task, cell.encoder]
         split = config.data.eval_splits[0]
         if cell.task not in table:
-            table[cell.task] = {"split": split, "chance": chance_accuracy(config, split), "encoders": {}}
-            rules = best_shortcuts(Path(config.data.root), config.data.name, split)
-            table[cell.task]["shortcut"] = next((rules[rule] for rule in rules if rule.count("/") == 1), None)
+            rules = read_shortcuts(Path(config.data.root), config.data.name, split)
+            best = max((rules[rule] for rule in rules if "/" not in rule), default=None)
+            table[cell.task] = {"split": split, "chance": rules.get(CHANCE), "shortcut": best, "encoders": {}}
         variants = table[cell.task]["encoders"].setdefault(cell.encoder, {})
         entry = variants.setdefault(cell.variant, {"seeds": [], "values": [], "minutes": []})
         entry["seeds"].append(cell.seed)
@@ -212,8 +192,7 @@ def as_markdown(table: Mapping[str, Mapping[str, Any]]) -> list[str]:
             steps = max(entry["steps"] for entry in variants.values())
             rows[f"{TASKS[task][0]}, {encoder}"] = [
                 *cells[:1],
-                f"{results['chance']:.3f}",
-                "–" if results["shortcut"] is None else f"{results['shortcut']:.3f}",
+                *("–" if results[one] is None else f"{results[one]:.3f}" for one in ("chance", "shortcut")),
                 *cells[1:],
                 str(steps),
                 f"{minutes:.0f}",
@@ -225,77 +204,6 @@ def as_markdown(table: Mapping[str, Mapping[str, Any]]) -> list[str]:
         "are the training time of the whole row."
     )
     return [*markdown_table(columns, rows), "", note] if rows else ["No cell is finished yet."]
-
-
-# The accuracy of guessing without the image and the text
-
-
-def chance_accuracy(config: RunConfig, split: str) -> float:
-    """The accuracy of guessing on a split, with annotated boxes as candidates; draws the data if necessary.
-
-    Boxes and texts to choose from are guessed uniformly at random. Answers and labels are the most frequent ones of the
-    training split, and masked words of captions its most frequent word.
-    """
-    make_synthetic_data(config)
-    dataset = open_split(config, split, BoxSource.GT, training=False)
-    normalise = parts.TASKS[config.task.name].cls.canonical_answer
-    usual: list[str] = []
-
-    def guess(answer_of: Callable[[SampleText], str | None]) -> str:
-        if not usual:
-            trained = open_split(config, config.data.train_split, BoxSource.GT, training=True)
-            counts = Counter(answer_of(text) for text, _ in _texts(trained))
-            counts.pop(None, None)
-            usual.append(min(counts, key=lambda answer: (-counts[answer], answer)))
-        return usual[0]
-
-    scores: list[float] = []
-    for text, objects in _texts(dataset):
-        truth = text.truth
-        if isinstance(truth, ReferredBoxes):
-            if truth.boxes:  # accuracy is over expressions with a target
-                scores.append(_share_correct(objects, np.array(truth.boxes)))
-        elif isinstance(truth, PhraseBoxes):
-            scores += [_share_correct(objects, boxes) for boxes in truth.boxes or () if len(boxes)]
-        elif isinstance(truth, HumanAnswers):
-            scores.append(answer_accuracy(guess(lambda one: _most_frequent(one, normalise)), truth.answers))
-        elif isinstance(truth, CorrectAnswer):
-            if text.metadata.get("is_balanced", True):  # only they are scored
-                scores.append(float(guess(lambda one: normalise(one.truth.answer)) == normalise(truth.answer)))
-        elif isinstance(text, ChoiceText):
-            scores.append(1 / len(text.choices))
-        elif truth is not None:
-            scores.append(float(guess(lambda one: str(one.truth.number)) == str(truth.number)))
-    if scores:
-        return float(np.mean(scores))
-    return _most_frequent_word(config, dataset)
-
-
-def _texts(dataset: VLDataset) -> Iterable[tuple[SampleText, AnnotatedObjects | None]]:
-    for texts in dataset.groups:
-        sample = dataset.sample(texts)
-        for text in sample.texts:
-            yield text, sample.images[0].objects
-
-
-def _share_correct(objects: AnnotatedObjects, boxes: np.ndarray) -> float:
-    candidates, wanted = (torch.as_tensor(np.asarray(one, dtype=np.float64)) for one in (objects.boxes, boxes))
-    return float((pairwise_iou(candidates, wanted).amax(dim=1) >= MIN_IOU).double().mean())
-
-
-def _most_frequent(text: SampleText, normalise: Callable[[str], str]) -> str | None:
-    if text.truth is None:
-        return None
-    return Counter(map(normalise, text.truth.answers)).most_common(1)[0][0]
-
-
-def _most_frequent_word(config: RunConfig, dataset: VLDataset) -> float:
-    trained = open_split(config, config.data.train_split, BoxSource.GT, training=True)
-    seen, asked = (
-        Counter(word for text, _ in _texts(one) for word in basic_tokenize(text.words)) for one in (trained, dataset)
-    )
-    word = min(seen, key=lambda one: (-seen[one], one))
-    return asked[word] / asked.total()
 
 
 if __name__ == "__main__":
