@@ -45,7 +45,7 @@ class GroundedPhrase(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def line(self) -> str:
         """Its words, box and score."""
-        return f"{self.text}: {'no region' if self.box is None else box_text(self.box)} ({self.score:.2f})"
+        return f"{self.text}: " + ("no region" if self.box is None else f"{box_text(self.box)} ({self.score:.2f})")
 
 
 class MaskedRegion(msgspec.Struct, frozen=True):

@@ -46,5 +46,5 @@ def test_a_value_that_cannot_be_names_the_text():
 def test_phrases_in_words():
     assert PHRASE.is_clear and PHRASE.label == "the cat 0.75" and PHRASE.line == "the cat: x 1 to 3, y 2 to 4 (0.75)"
     unsure = msgspec.structs.replace(PHRASE, score=0.25, box=None)
-    assert unsure.label == "the cat 0.25, unsure" and unsure.line == "the cat: no region (0.25)"
+    assert unsure.label == "the cat 0.25, unsure" and unsure.line == "the cat: no region"
     assert box_text((0.4, 1.6, 2, 3)) == "x 0 to 2, y 2 to 3"

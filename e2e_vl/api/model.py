@@ -81,10 +81,16 @@ class Answer:
 
     @functools.cached_property
     def phrases(self) -> list[GroundedPhrase]:
-        """The phrases of the text, with boxes float32 [4]; empty for a run that does not ground phrases."""
+        """The phrases of the text, with boxes float32 [4]; empty for a run that does not ground phrases.
+
+        Where nothing fits the text, its first phrase, which says what it refers to, has no box.
+        """
+        nothing_fits = self.box is None and getattr(self.prediction, "null_score", None) is not None
         return [
-            msgspec.structs.replace(one, box=None if one.box is None else np.array(one.box, dtype=np.float32))
-            for one in self.prediction.grounded
+            msgspec.structs.replace(
+                one, box=None if one.box is None or (nothing_fits and number == 0) else np.array(one.box, np.float32)
+            )
+            for number, one in enumerate(self.prediction.grounded)
         ]
 
     def draw(self, image: int = 0) -> Image.Image:

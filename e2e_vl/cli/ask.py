@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         if args.output is not None:
             folder = args.output if len(questions) == 1 else args.output / f"{number:04d}"
             save_answer(folder, answer)
-            print(f"written: {folder / 'answer.json'}")
+            print(f"written: {folder / 'answer.png'}, answer.json, regions.png")
     if failures:
         start = "" if len(questions) == 1 else f"{len(failures)} of {len(questions)} questions have no answer: "
         raise UserError(start + " | ".join(dict.fromkeys(failures)))

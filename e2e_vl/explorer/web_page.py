@@ -61,10 +61,10 @@ def _components() -> dict[str, Any]:
             add(gr.Radio, "click", "Click a region to", choices=[MASK_REGION, SHOW_ATTENTION], value=MASK_REGION)
         with gr.Column(min_width=300):
             add(gr.Image, "picture", "Answer", **picture)
-            add(gr.Textbox, "answer", "Answer", max_lines=8)
+            add(gr.Textbox, "answer", "Score and answer", max_lines=8)
         with gr.Column(min_width=300, visible=False, elem_id="after") as parts["after"]:
             add(gr.Image, "picture-after", "Answer with masked regions", **picture)
-            add(gr.Textbox, "answer-after", "Answer with masked regions", max_lines=8)
+            add(gr.Textbox, "answer-after", "Score and answer with masked regions", max_lines=8)
     add(gr.HighlightedText, "words", "Words: click one to see its attention", show_legend=False)
     with gr.Accordion("Attention by layer and head", open=False), gr.Row():
         add(gr.Dropdown, "item", "Attention of")
