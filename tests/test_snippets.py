@@ -95,6 +95,7 @@ def run_command(command: str, placeholders: dict[str, str]) -> None:
         "pip": lambda: 0,  # what is installed here
         ".venv/bin/pytest": lambda: 0,  # this very run
         "tools/train.py": lambda: run.train([*options, *reduced(options, placeholders)]),
+        "e2e-vl train": lambda: run.train([*options, *reduced(options, placeholders)]),
         "e2e-vl ask": lambda: ask.main(options, "e2e-vl ask"),
         "e2e-vl convert-annotations": lambda: convert_annotations.main(options),
         # a server, and a run that no page makes: their own tests run them, here only the options are read
