@@ -113,11 +113,15 @@ def load_tree(path: Path) -> dict[str, Any]:
 
 
 def merge_bases(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Merge `tree` into the files listed in its `_BASE_` (a path or a list), which are relative to `folder`."""
+    """Merge `tree` into the files listed in its `_BASE_` (a path or a list).
+
+    They are relative to `folder`, or are files of this package, such as detector/published/R_101_C4.yaml.
+    """
     bases = tree.get("_BASE_", [])
     merged: dict[str, Any] = {}
     for base in [bases] if isinstance(bases, str) else bases:
-        merged = merge(merged, load_tree(folder / user_path(base)))
+        path = folder / user_path(base)
+        merged = merge(merged, load_tree(path if path.exists() else Path(__file__).parents[1] / user_path(base)))
     return merge(merged, {key: value for key, value in tree.items() if key != "_BASE_"})
 
 

@@ -663,6 +663,11 @@ class TrainedModel(
         """Sentences why an answer may be worth little, given the candidate boxes [R, 4] and their R class names."""
         if question.boxes is None and self.boxes_warning:
             yield self.boxes_warning
+        drawn, size = self.config.data.synthetic, prediction.image_size
+        scene = drawn.config.scene
+        if drawn.scenes and size and not all(scene.min_side <= side <= scene.max_side for side in size):
+            sides = " to ".join(dict.fromkeys(map(str, (scene.min_side, scene.max_side))))
+            yield f"The model has seen drawn scenes of {sides} pixels only; this image has {size[1]} x {size[0]}."
         if unknown:
             yield f"Not in the vocabulary of {self.source}: {', '.join(unknown)}; the model does not know these words."
         first, box = next(iter(prediction.grounded), None), getattr(prediction, "box", None)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from detector.errors import UserError
+from detector.errors import MissingFileError, UserError
 from detector.io import read_json, write_json
 from e2e_vl.cli.main import make_parser, print_errors
 from e2e_vl.data.user_inputs import IMAGE_SUFFIXES, ImageFile, read_boxes, to_image_file
@@ -124,7 +124,10 @@ def read_questions(args: argparse.Namespace) -> list[Question]:
 def _images(source: str) -> list[ImageFile]:
     path = Path(source)
     if not path.is_dir():
-        return [to_image_file(source)]
+        file = to_image_file(source)
+        if isinstance(file, Path) and not file.exists():  # before the model is loaded
+            raise MissingFileError(f"Image {file} does not exist.")
+        return [file]
     if not (found := sorted(file for file in path.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES)):
         raise UserError(f"{path}: no images found; supported suffixes are {', '.join(IMAGE_SUFFIXES)}")
     return found

@@ -164,7 +164,8 @@ def transfer(address: str, download: Path) -> str:
 
 def why(error: Exception) -> str:
     """The message of an error on one line, without the names of connection pools before it."""
-    return " ".join(str(error).split()).rpartition("): ")[2].rstrip("\"'.)")
+    text = " ".join(str(error).split()).rpartition("): ")[2].rstrip("\"'.)")
+    return text + ")" * (text.count("(") - text.count(")"))
 
 
 def unpack(archive: Path, file: PublishedFile, data: Path) -> None:

@@ -92,6 +92,6 @@ def main(argv: list[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, text) in COMMANDS.items():
         subparsers.add_parser(name, help=text, add_help=False)
-    command = parser.parse_args(words[:1]).command  # the command parses its own arguments
+    command = parser.parse_args(words[:1] or ["--help"]).command  # the command parses its own arguments
     module, _, function = COMMANDS[command][0].partition(":")
     return getattr(importlib.import_module(f"e2e_vl.cli.{module}"), function)(words[1:], f"e2e-vl {command}")

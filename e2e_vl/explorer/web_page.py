@@ -210,8 +210,7 @@ def values(session: Session, error: str) -> dict[str, Any]:
 def _answer(found: Inspection | None) -> str:
     if found is None:
         return ""
-    unknown = found.answer.unknown_words
-    return "\n".join([*found.answer.lines, *([f"not in the vocabulary: {', '.join(unknown)}"] if unknown else [])])
+    return "\n".join([*found.answer.lines, *found.answer.warnings])
 
 
 def _boxes(found: Inspection | None) -> str:

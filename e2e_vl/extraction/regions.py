@@ -28,7 +28,7 @@ from e2e_vl.config import ExtractionSettings, find_config, load_config
 from e2e_vl.data.features import RegionFeatures
 from e2e_vl.data.user_inputs import GivenBoxes, require_inside
 from e2e_vl.examples import ImageTransform
-from e2e_vl.io import find_model_folder
+from e2e_vl.io import DEMO, find_model_folder
 from e2e_vl.parts import DETECTORS
 from e2e_vl.samples import AnnotatedObjects, ImageBytes
 
@@ -290,6 +290,8 @@ def find_detector(
         config: Detectron2 YAML file, see `find_config`; needed for a file without one.
         backend, max_proposals: as in `open_detector`; for a run, the backend defaults to the run's.
     """
+    if Path(source) == Path("demo") and not Path(source).exists():
+        source = DEMO
     weights, published, rounding = resolve_weights(source), None, "detectron2"
     if isinstance(weights, PublishedWeights):
         published, weights = weights, weights.name

@@ -9,6 +9,7 @@ import io
 import itertools
 import shlex
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ from e2e_vl.io import file_name, read_log, read_text
 from e2e_vl.predictions import Prediction, read_predictions, with_target
 from e2e_vl.run.evaluate import MetricName
 from e2e_vl.run.optim import preview
+from e2e_vl.synthetic import shortcuts
 from e2e_vl.tasks.base import PredictionSummary, Task
 
 # Curves of losses and evaluations.
@@ -46,6 +48,8 @@ DETECTOR_PREFIX = "loss_"  # detection losses have Detectron2's names
 # values of a training line that are not drawn
 OTHER_VALUES = ("step", "kind", "epoch", "grad_norm", "skipped_steps", "not_finite")
 MAX_MARKERS = 30  # curves with more points have no markers
+MAX_EVALUATIONS = 8  # if there are more curves, only accuracies are drawn
+LEGEND_WIDTH = 46  # characters of a line
 
 
 def draw_curves(lines: Sequence[dict[str, Any]]) -> bytes | None:
@@ -64,6 +68,9 @@ def draw_curves(lines: Sequence[dict[str, Any]]) -> bytes | None:
             title, label = _find_plot(line["kind"], name)
             if title and line[name] is not None:  # None: NaN or infinite
                 plots[title].setdefault(label, []).append((line["step"], line[name]))
+    if len(plots[EVALUATION]) > MAX_EVALUATIONS:
+        accuracies = {label: points for label, points in plots[EVALUATION].items() if "accuracy" in label}
+        plots[EVALUATION] = accuracies or plots[EVALUATION]
     plots = {title: series for title, series in plots.items() if series}
     if not plots:
         return None
@@ -71,7 +78,7 @@ def draw_curves(lines: Sequence[dict[str, Any]]) -> bytes | None:
     height = 3.2 * rows  # inches; small ones, so that words are large on the page
     figure = Figure(figsize=(10, height), dpi=140)
     # fixed margins: matplotlib's layout engines draw all texts twice more to measure them
-    figure.subplots_adjust(left=0.05, right=0.99, bottom=0.5 / height, top=1 - 0.3 / height, wspace=0.12, hspace=0.38)
+    figure.subplots_adjust(left=0.06, right=0.99, bottom=0.5 / height, top=1 - 0.3 / height, wspace=0.12, hspace=0.38)
     for number, (title, series) in enumerate(plots.items(), start=1):
         _plot(figure.add_subplot(rows, min(len(plots), 2), number), title, series)
     buffer = io.BytesIO()
@@ -109,7 +116,8 @@ def _plot(axes: Axes, title: str, series: Series) -> None:
     for points, found in names.items():
         steps, values = zip(*points, strict=True)
         marker = "." if len(steps) <= MAX_MARKERS else None
-        axes.plot(steps, values, label=", ".join(found), linewidth=1.2, marker=marker)
+        label = textwrap.fill(", ".join(found), LEGEND_WIDTH)
+        axes.plot(steps, values, label=label, linewidth=1.2, marker=marker)
     values = [value for points in series.values() for _, value in points]
     if title == EVALUATION:
         axes.set_ylim(max(min(values) - 0.1, 0), max(1.02, *values))
@@ -193,7 +201,11 @@ def build_tables(metrics: Mapping[str, Any], split: str, counts: Cells | None = 
         joined = next((one for one in alike if own and own <= one), own)
         alike.setdefault(joined, {})[column] = values
     tables = [Table.build("overall", whole)] if whole else []
-    return [*tables, *(Table.build("by kind" if names else "answers", cells) for names, cells in alike.items())]
+    for names, cells in alike.items():
+        title = "by kind" if names else "answers"
+        is_shortcut = {words for words, _ in cells} == {shortcuts.METRIC.replace("_", " ")}
+        tables.append(Table.build("best shortcuts" if is_shortcut else title, cells))
+    return tables
 
 
 # Predictions in a report: counts by family, frequent mistakes, and random samples.
