@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -117,7 +118,11 @@ def make_scenes(
     output = Path(output)
     start = {"version": VERSION, "settings": msgspec.json.decode(msgspec.json.encode(recipe))}
     output.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(output.with_name(f".{output.name}.lock")):  # concurrent runs draw the data once
+    # concurrent runs draw the data once; a worker that runs its parent's script again, because the script has no
+    # `if __name__ == "__main__":`, would wait for its parent forever
+    with FileLock(
+        output.with_name(f".{output.name}.lock"), blocking=sys.modules["__mp_main__"] is sys.modules["__main__"]
+    ):
         finished = _finished_stamp(output, start)
         missing = wanted - set(finished["formats"] if finished else ())
         if not missing:
