@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import functools
 import io
 import logging
+import multiprocessing
 import pickle
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -234,6 +236,8 @@ class BatchLoader:
         unreadable: list[Unreadable] | None = None,
     ) -> None:
         self._unreadable = unreadable
+        if workers:
+            atexit.register(_kill_workers)
         self._loader = DataLoader(
             _Batches(dataset, collate, skip_unreadable=unreadable is not None),
             batch_sampler=sampler,
@@ -252,7 +256,10 @@ class BatchLoader:
     def __iter__(self) -> Iterator[Batch]:
         for loaded in self._loader:
             if isinstance(loaded, Exception):
-                raise loaded
+                try:
+                    raise loaded
+                finally:  # its traceback has this frame: the cycle would keep the workers, which ignore SIGTERM, alive
+                    del loaded
             batch, unreadable = loaded
             if self._unreadable is not None:
                 self._unreadable += unreadable
@@ -281,6 +288,13 @@ class _Batches(Dataset):
         except (ValueError, OSError) as error:  # raised by readers for bad files and records
             return error
         return pack(batch) if batch is not None and get_worker_info() is not None else batch, unreadable
+
+
+def _kill_workers() -> None:
+    """End the workers at exit: multiprocessing would send SIGTERM, which they ignore, and wait for them forever."""
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
 
 
 def _ignore_signals(worker: int) -> None:

@@ -7,6 +7,8 @@ import functools
 import json
 import logging
 import resource
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +33,7 @@ from e2e_vl.data.batching import (
 from e2e_vl.data.tables import TextGroups
 from e2e_vl.examples import DetectionObjects, Example, ImageExample, ImageTransform, Targets, TextExample, stacked
 from e2e_vl.text import TextEncoding
+from tests.conftest import ROOT
 from tests.data.helpers import DOUBLE, SAME, examples, plain, read_by_processes, refused
 from tests.data.tiny_readers import captions
 from tests.data.tiny_refcoco import GT_7
@@ -178,8 +181,21 @@ def test_an_error_about_the_data_is_raised_as_it_was(workers, error):
     with pytest.raises(error) as caught:
         seen += echo_loader(Echo(3, error), workers)
     assert str(caught.value) == "photo_3.jpg is missing", "and no traceback of a worker"
+    del caught  # its traceback keeps the loader
     iterator = iter(echo_loader(Echo(3, error), workers))
     assert next(iterator) == [(0,), (1,)], "the batches before it are whole"
+
+
+ABANDONED = """
+from e2e_vl.data.batching import BatchLoader, GroupedBatchSampler
+from tests.data.test_batching import THREE_GROUPS, Echo
+iterator = iter(BatchLoader(Echo(), GroupedBatchSampler(THREE_GROUPS, 2, 1, shuffle=False), list, workers=2))
+next(iterator)  # it lives to the end of the process
+"""
+
+
+def test_a_process_ends_although_its_workers_ignore_sigterm():
+    subprocess.run([sys.executable, "-c", ABANDONED], cwd=ROOT, check=True, timeout=120)
 
 
 def test_packing_changes_nothing():
@@ -193,6 +209,7 @@ def test_packing_changes_nothing():
     packed = pack(value)
     assert len(packed.large) == 1 and packed.large[0] is value["pixels"], "pixels are not copied"
     found = unpack(packed)
+    assert torch.equal(found.pop("pixels"), value.pop("pixels"))  # as lists they take seconds to compare
     assert plain(found) == plain(value)
     assert found["same"][0] is found["same"][1]
     assert plain(unpack(pack({"no": "tensor"}))) == {"no": "tensor"}
