@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 import e2e_vl
 import package_demo
@@ -63,3 +64,14 @@ def test_the_command_copies_scenes_and_refuses_a_run_with_other_settings(tiny_co
     before = DEMO.stat().st_mtime
     assert package_demo.main([str(tmp_path)]) == 2 and DEMO.stat().st_mtime == before
     assert "settings of demo/refcoco: train.lr: 1.0 -> 0.002" in capsys.readouterr().err
+
+
+def test_it_knows_its_limits(demo_model, tmp_path, monkeypatch):
+    scene = demo_model.examples[2]
+    answer = demo_model.ask(scene.image, "the small red circle")
+    assert answer.box is None and answer.phrases[0].box is None and not answer.warnings
+    photo = np.full((100, 200, 3), 128, dtype=np.uint8)
+    with pytest.warns(UserWarning, match="drawn scenes of 128 pixels only; this image has 200 x 100"):
+        assert len(demo_model.ask(photo, "the red thing").warnings) == 1
+    monkeypatch.chdir(tmp_path)
+    assert e2e_vl.load_detector("demo").network.num_classes == len(demo_model.knows["shape"])

@@ -83,7 +83,7 @@ class Answer:
     def phrases(self) -> list[GroundedPhrase]:
         """The phrases of the text, with boxes float32 [4]; empty for a run that does not ground phrases.
 
-        Where nothing fits the text, its first phrase, which says what it refers to, has no box.
+        If the null candidate wins, the first phrase, which names the target, has no box.
         """
         nothing_fits = self.box is None and getattr(self.prediction, "null_score", None) is not None
         return [
