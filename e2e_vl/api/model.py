@@ -8,287 +8,54 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
-from pathlib import Path, PureWindowsPath
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 import yaml
-from accelerate.utils import parse_flag_from_env
 from huggingface_hub import ModelCard, ModelCardData, ModelHubMixin, snapshot_download
-from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from detector.boxes import pairwise_iou
-from detector.config import SelectionRule
 from detector.errors import MissingFileError, UserError, first_line
-from detector.images import ResizeRule, load_resized, resize_boxes
+from detector.images import ResizeRule
 from detector.io import atomic_files, read_json, read_yaml, write_json
-from e2e_vl.config import DISPLAY_SELECTION, BoxSource, RunConfig
+from e2e_vl.api.detector import TrainedDetector, choose_device
+from e2e_vl.api.results import GREY, Answer, ExampleScene, ImageRegions, box_marks, draw_on
+from e2e_vl.api.sharing import MODEL_CARD, without_absolute_paths
+from e2e_vl.config import BoxSource, RunConfig
 from e2e_vl.data.batching import collate, random_generator
-from e2e_vl.data.user_inputs import IMAGE_SUFFIXES, ImageFile, convert_boxes, require_inside, to_image_file
-from e2e_vl.drawing import choose_box_colours, draw_boxes
+from e2e_vl.data.user_inputs import IMAGE_SUFFIXES, convert_boxes, require_inside, to_image_file
 from e2e_vl.examples import Example
-from e2e_vl.extraction.regions import RANDOM_BOXES, LoadedDetector, extract_image
+from e2e_vl.extraction.regions import RANDOM_BOXES, LoadedDetector
 from e2e_vl.io import find_run
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.parts import DATASETS
-from e2e_vl.predictions import GroundedPhrase, Prediction, Ranked, box_text
+from e2e_vl.predictions import Prediction, box_text
 from e2e_vl.run.build import build_loader, build_text_tokenizer
 from e2e_vl.run.checkpoint import load_model, save_model
 from e2e_vl.run.evaluate import MetricName
-from e2e_vl.samples import AnnotatedObjects, BrokenImageError, ImageBytes, Question, Sample
+from e2e_vl.samples import BrokenImageError, Question, Sample
 from e2e_vl.structures import Batch, ModelOutput, class_names_of
 from e2e_vl.tasks.phrase_head import add_grounded_phrases
 from e2e_vl.text import unknown_words
 
-# The results of `ask`, `predict_masked` and `regions`, with pictures.
+__all__ = [
+    "GREY",
+    "Answer",
+    "ExampleScene",
+    "ImageRegions",
+    "TrainedDetector",
+    "TrainedModel",
+    "box_marks",
+    "choose_device",
+    "draw_on",
+    "load",
+]
 
-
-DISPLAY_SIZE = ResizeRule(600, 1000)  # of pictures
-MAX_ATTENDED_REGIONS = 5  # maximum number of attended regions in a picture
-HIGH_ATTENTION = 2.0  # minimum attention of a drawn region, as a multiple of the mean
-MIN_DRAWN_SCORE = 0.05  # minimum score of a drawn region
 SAME_REGION = 0.5  # IoU from which two boxes are of one region
-GREY = 127  # value of masked pixels
-
-
-@dataclasses.dataclass(frozen=True, eq=False)  # == is ambiguous for arrays
-class Answer:
-    """The answer to one text. All boxes are xyxy in pixels of the original image."""
-
-    question: str
-    text: str  # the answer in words; for tasks that predict a box, its position
-    score: float | None  # score of the answer, 0 to 1; None: the answer has several scores
-    box: np.ndarray | None  # float32 [4], the box that the text refers to; None: no box was predicted
-    top_answers: Ranked  # the best answers with their scores, best first; empty if answers are not texts
-    top_boxes: np.ndarray  # float32 [K, 4], the boxes of `top_answers`; K = 0 if the task answers in words
-    lines: list[str]  # the answer as lines of text
-    boxes: np.ndarray  # float32 [R, 4], the candidate boxes
-    box_images: np.ndarray  # int64 [R], the image index of each box in `images`
-    box_names: list[str]  # R class names: predicted, or given by the user (VCR); "" if unknown
-    attention: np.ndarray | None  # float32 [R], attention from the answer to each region; None: the task predicts a box
-    unknown_words: tuple[str, ...]  # words of the text, the choices and the given answer that are not in the vocabulary
-    warnings: tuple[str, ...]  # why the answer may be worth little, in sentences
-    answer_boxes: list[tuple[str, np.ndarray]]  # labelled boxes that the answer consists of; empty for most tasks
-    prediction: Prediction  # the full prediction, of the task's class, as `e2e-vl ask` writes it
-    images: tuple[ImageFile, ...]
-
-    def __repr__(self) -> str:
-        score = "" if self.score is None else f" ({self.score:.3f})"
-        return f"<Answer to {self.question!r}: {' '.join((self.text + score, *self.warnings))}>"
-
-    @functools.cached_property
-    def phrases(self) -> list[GroundedPhrase]:
-        """The phrases of the text, with boxes float32 [4]; empty for a run that does not ground phrases.
-
-        If the null candidate wins, the first phrase, which names the target, has no box.
-        """
-        nothing_fits = self.box is None and getattr(self.prediction, "null_score", None) is not None
-        return [
-            msgspec.structs.replace(
-                one, box=None if one.box is None or (nothing_fits and number == 0) else np.array(one.box, np.float32)
-            )
-            for number, one in enumerate(self.prediction.grounded)
-        ]
-
-    def draw(self, image: int = 0) -> Image.Image:
-        """Draw the boxes of the answer, or else the regions with the most attention.
-
-        Boxes of phrases have other colours, see `shown_phrases`; those of uncertain phrases are dashed.
-
-        Args:
-            image: image index, for a text about several images.
-        """
-        phrases = self.shown_phrases() if image == 0 else []
-        asked = self.question if self.answer_boxes or not self.text else f"{self.question} -> {self.text}"
-        title = "\n".join((asked, *self.warnings))
-        if self.answer_boxes:
-            labels, boxes = map(list, zip(*self.answer_boxes, strict=True))
-            return draw_on(self.images[image], boxes, labels, title, phrases=phrases)
-        masked = self.prediction.masked_regions  # they are the first candidates
-        covered = [one.box for one in masked]
-        labels = [f"masked: {one.classes[0][0]} {one.classes[0][1]:.2f}" for one in masked]
-        attended = self.attended_regions(image)
-        labels += [label for label, _ in attended]
-        return draw_on(self.images[image], [*covered, *(box for _, box in attended)], labels, title, covered, phrases)
-
-    def attended_regions(self, image: int = 0) -> list[tuple[str, np.ndarray]]:
-        """(label, box) of the regions of an image with the most attention, highest first; no masked ones."""
-        if self.attention is None or not len(self.attention):
-            return []
-        best = np.argsort(-self.attention, kind="stable")[:MAX_ATTENDED_REGIONS]
-        best = best[self.attention[best] >= HIGH_ATTENTION * self.attention.mean()]
-        rows = [row for row in best if row >= len(self.prediction.masked_regions) and self.box_images[row] == image]
-        labels = [f"{self.box_names[row]} attention {self.attention[row]:.2f}".strip() for row in rows]
-        return list(zip(labels, self.boxes[rows], strict=True))
-
-    def _repr_png_(self) -> bytes:
-        """For notebooks."""
-        return self.draw()._repr_png_()
-
-    def draw_candidates(self, image: int = 0) -> Image.Image:
-        """Draw all candidate boxes of one image with their indices and names."""
-        rows = np.flatnonzero(self.box_images == image)
-        labels = [f"{row} {self.box_names[row]}".strip() for row in rows]
-        return draw_on(self.images[image], self.boxes[rows], labels)
-
-    def shown_phrases(self) -> list[GroundedPhrase]:
-        """The phrases that `draw` shows, in text order: those that are clearly grounded in one region.
-
-        The first phrase usually refers to the answer itself. If none of the others, such as the landmark of a relation,
-        is clear, the one with the best score is shown too. Phrases whose box is a box of the answer are left out.
-        """
-        taken = [box for _, box in self.answer_boxes]
-        free = [
-            number
-            for number, one in enumerate(self.phrases)
-            if one.box is not None and not any(np.allclose(one.box, box, atol=0.5) for box in taken)
-        ]
-        best = None
-        if not any(one.is_clear for one in self.phrases[1:]):
-            landmarks = [number for number in free if number > 0]
-            best = max(landmarks, key=lambda number: self.phrases[number].score, default=None)
-        return [self.phrases[number] for number in free if self.phrases[number].is_clear or number == best]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)  # == is ambiguous for arrays
-class ImageRegions:
-    """Regions of one image: predicted, best score first, or given. Boxes are xyxy in pixels of the original image."""
-
-    boxes: np.ndarray  # float32 [R, 4]
-    scores: np.ndarray  # float32 [R]
-    classes: np.ndarray  # int64 [R], 0 .. K-1
-    names: list[str]  # R class names; "class 7" if the names are unknown
-    features: np.ndarray  # float32 [R, D]
-    attributes: list[str]  # R most probable attributes; empty if their names are unknown
-    image: ImageFile
-    warning: str = ""  # why they may be worth nothing
-
-    def __len__(self) -> int:
-        return len(self.boxes)
-
-    def __repr__(self) -> str:
-        best = ", ".join(f"{name} {score:.2f}" for name, score in zip(self.names[:3], self.scores, strict=False))
-        size = f"{len(self)} ImageRegions with {self.features.shape[1]} features"
-        return f"<{size}, best {best}{self.warning and f'; {self.warning}'}>"
-
-    def draw(self) -> Image.Image:
-        """Draw the regions with their classes and scores, except those with very low scores."""
-        rows = np.flatnonzero(self.scores >= MIN_DRAWN_SCORE)
-        attributes = self.attributes or [""] * len(self)
-        labels = [f"{attributes[row]} {self.names[row]} {self.scores[row]:.2f}".strip() for row in rows]
-        return draw_on(self.image, self.boxes[rows], labels, self.warning)
-
-    def _repr_png_(self) -> bytes:
-        """For notebooks."""
-        return self.draw()._repr_png_()
-
-
-class ExampleScene(NamedTuple):
-    """An image that comes along with a model, and texts about it."""
-
-    image: Path
-    texts: list[str]
-    boxes: list[list[float] | None]  # what each text refers to, xyxy in pixels of the image; None: nothing
-
-
-def draw_on(
-    image: ImageFile,
-    boxes: Any,
-    labels: list[str],
-    title: str | None = None,
-    covered: Any = (),
-    phrases: Sequence[GroundedPhrase] = (),
-) -> Image.Image:
-    """Draw boxes given in pixels of the original image; pixels inside the `covered` boxes become grey."""
-    content = image.content if isinstance(image, ImageBytes) else image
-    pixels, size = load_resized(content, DISPLAY_SIZE, "RGB", str(image))
-    pixels = pixels.copy()
-
-    def on_picture(boxes: Any) -> np.ndarray:
-        return resize_boxes(np.asarray(boxes, dtype=np.float64).reshape(-1, 4), size, pixels.shape[:2])
-
-    for x1, y1, x2, y2 in on_picture(covered).astype(int):
-        pixels[y1 : y2 + 1, x1 : x2 + 1] = GREY
-    moved = on_picture([*boxes, *(phrase.box for phrase in phrases)])
-    return Image.fromarray(draw_boxes(pixels, moved, title=title, **box_marks(labels, phrases)))
-
-
-def box_marks(labels: Sequence[str], phrases: Sequence[GroundedPhrase]) -> dict[str, list[Any]]:
-    """`labels`, `colours` and `dashed` of `draw_boxes` for labelled boxes followed by boxes of phrases."""
-    return {
-        "labels": [*labels, *(phrase.label for phrase in phrases)],
-        "colours": choose_box_colours(len(labels), len(phrases)),
-        "dashed": [*[False] * len(labels), *(not phrase.is_clear for phrase in phrases)],
-    }
-
-
-# The public detector API: regions of any image, or features of given boxes.
-
-
-def choose_device(device: str | torch.device | None) -> torch.device:
-    """The given device; None: the GPU, or the CPU if there is no GPU or ACCELERATE_USE_CPU is true."""
-    if device is None:
-        if torch.accelerator.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU"):
-            return torch.accelerator.current_accelerator()
-        return torch.device("cpu")
-    return torch.device(device)
-
-
-class TrainedDetector:
-    """A loaded detector with its class names, see `e2e_vl.load_detector`.
-
-    It is thread-safe. Boxes are xyxy in pixels of the original image.
-    """
-
-    def __init__(self, source: LoadedDetector, device: str | torch.device | None = None):
-        self.source = source
-        self.network = source.detector.to(choose_device(device)).eval()
-
-    def __repr__(self) -> str:
-        return f"<TrainedDetector {self.source.weights or 'of a run'}, {self.network.num_classes} classes>"
-
-    @property
-    def class_names(self) -> tuple[str, ...] | None:
-        """Names of the detector's classes; None: unknown."""
-        return self.network.class_names
-
-    def regions(
-        self,
-        image: Any,
-        *,
-        boxes: Any = None,
-        min_score: float = DISPLAY_SELECTION.min_score,
-        min_regions: int = DISPLAY_SELECTION.min_regions,
-        max_regions: int = DISPLAY_SELECTION.max_regions,
-        stacklevel: int = 2,
-    ) -> ImageRegions:
-        """Predict regions, best score first, or compute features and classes of the given boxes, in their order.
-
-        Predicted boxes are selected by the rule "score" (`ExtractionSettings`), as in bulk extraction. The defaults
-        suit the display of a photo: 0.2 and 10 to 36, instead of 0.5 and 10 to 100 (VL-BERT, section 4.1).
-
-        Args:
-            image: see `e2e_vl.data.user_inputs.to_image_file`.
-            boxes: [R, 4], or strings or a file as in `TrainedModel.ask`; None: predicted boxes.
-            min_score: score threshold of predicted boxes.
-            min_regions, max_regions: limits on the number of predicted boxes; they take precedence over `min_score`.
-            stacklevel: stack level of the warning that predicted boxes are random.
-        """
-        if boxes is None and self.source.warning:
-            warnings.warn(self.source.warning, stacklevel=stacklevel)
-        rule = SelectionRule(min_score, min_regions, max_regions)
-        return self.find_regions(to_image_file(image), convert_boxes(boxes), rule)
-
-    def find_regions(self, file: ImageFile, given: AnnotatedObjects | None, rule: SelectionRule) -> ImageRegions:
-        """`regions` without `warnings.warn`."""
-        found = extract_image(file, self.source, rule, given)
-        names = [f"class {row}" if self.class_names is None else self.class_names[row] for row in found.classes]
-        attributes = [] if found.attributes is None else [self.source.attribute_names[row] for row in found.attributes]
-        warning = self.source.warning if given is None else ""
-        return ImageRegions(found.boxes, found.scores, found.classes, names, found.features, attributes, file, warning)
 
 
 def repeat_for_questions(value: Any, count: int, is_one: Callable[[Any], bool], what: str) -> list[Any]:
@@ -298,32 +65,6 @@ def repeat_for_questions(value: Any, count: int, is_one: Callable[[Any], bool], 
     if not isinstance(value, list | tuple) or len(value) != count or not all(map(is_one, value)):
         raise UserError(f"{what}, or a list with one for each of the {count} questions.")
     return list(value)
-
-
-MODEL_CARD = """---
-{{ card_data }}
----
-
-# {{ name }}
-
-A vision-and-language model of e2e-vl, trained end to end from raw pixels: the detector `{{ detector }}`, the
-encoder `{{ encoder }}` and the task `{{ task }}`, trained on the data `{{ data }}`.
-
-```python
-import e2e_vl
-
-model = e2e_vl.load("{{ name }}")
-{{ example }}
-```
-{% if knows %}
-It knows only this:
-{% for name, values in knows.items() %}
-- {{ name }}: {{ values | join(", ") }}{% endfor %}
-{% endif %}{% if metrics %}
-| metric | value |
-|---|---:|
-{% for key, value in metrics.items() %}| {{ key }} | {{ "%.3f" | format(value) }} |
-{% endfor %}{% endif %}"""
 
 
 class TrainedModel(
@@ -790,13 +531,3 @@ def load(source: str | Path, device: str | torch.device | None = None) -> Traine
             f"({first_line(error)}); check the name and the connection, or give a run directory."
         ) from error
     return TrainedModel.from_folder(folder, device)
-
-
-def without_absolute_paths(value: Any) -> Any:
-    """A config with absolute paths replaced by file names: they only exist on the training machine."""
-    if isinstance(value, dict):
-        return {key: without_absolute_paths(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [without_absolute_paths(one) for one in value]
-    is_absolute = isinstance(value, str) and (value.startswith(("/", "~")) or bool(PureWindowsPath(value).drive))
-    return PureWindowsPath(value).name if is_absolute else value

@@ -1,0 +1,79 @@
+"""The public detector API: regions of any image, or features of given boxes."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from accelerate.utils import parse_flag_from_env
+
+from detector.config import SelectionRule
+from e2e_vl.api.results import ImageRegions
+from e2e_vl.config import DISPLAY_SELECTION
+from e2e_vl.data.user_inputs import ImageFile, convert_boxes, to_image_file
+from e2e_vl.extraction.regions import LoadedDetector, extract_image
+from e2e_vl.samples import AnnotatedObjects
+
+
+def choose_device(device: str | torch.device | None) -> torch.device:
+    """The given device; None: the GPU, or the CPU if there is no GPU or ACCELERATE_USE_CPU is true."""
+    if device is None:
+        if torch.accelerator.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU"):
+            return torch.accelerator.current_accelerator()
+        return torch.device("cpu")
+    return torch.device(device)
+
+
+class TrainedDetector:
+    """A loaded detector with its class names, see `e2e_vl.load_detector`.
+
+    It is thread-safe. Boxes are xyxy in pixels of the original image.
+    """
+
+    def __init__(self, source: LoadedDetector, device: str | torch.device | None = None):
+        self.source = source
+        self.network = source.detector.to(choose_device(device)).eval()
+
+    def __repr__(self) -> str:
+        return f"<TrainedDetector {self.source.weights or 'of a run'}, {self.network.num_classes} classes>"
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """Names of the detector's classes; None: unknown."""
+        return self.network.class_names
+
+    def regions(
+        self,
+        image: Any,
+        *,
+        boxes: Any = None,
+        min_score: float = DISPLAY_SELECTION.min_score,
+        min_regions: int = DISPLAY_SELECTION.min_regions,
+        max_regions: int = DISPLAY_SELECTION.max_regions,
+        stacklevel: int = 2,
+    ) -> ImageRegions:
+        """Predict regions, best score first, or compute features and classes of the given boxes, in their order.
+
+        Predicted boxes are selected by the rule "score" (`ExtractionSettings`), as in bulk extraction. The defaults
+        suit the display of a photo: 0.2 and 10 to 36, instead of 0.5 and 10 to 100 (VL-BERT, section 4.1).
+
+        Args:
+            image: see `e2e_vl.data.user_inputs.to_image_file`.
+            boxes: [R, 4], or strings or a file as in `TrainedModel.ask`; None: predicted boxes.
+            min_score: score threshold of predicted boxes.
+            min_regions, max_regions: limits on the number of predicted boxes; they take precedence over `min_score`.
+            stacklevel: stack level of the warning that predicted boxes are random.
+        """
+        if boxes is None and self.source.warning:
+            warnings.warn(self.source.warning, stacklevel=stacklevel)
+        rule = SelectionRule(min_score, min_regions, max_regions)
+        return self.find_regions(to_image_file(image), convert_boxes(boxes), rule)
+
+    def find_regions(self, file: ImageFile, given: AnnotatedObjects | None, rule: SelectionRule) -> ImageRegions:
+        """`regions` without `warnings.warn`."""
+        found = extract_image(file, self.source, rule, given)
+        names = [f"class {row}" if self.class_names is None else self.class_names[row] for row in found.classes]
+        attributes = [] if found.attributes is None else [self.source.attribute_names[row] for row in found.attributes]
+        warning = self.source.warning if given is None else ""
+        return ImageRegions(found.boxes, found.scores, found.classes, names, found.features, attributes, file, warning)

@@ -1,0 +1,196 @@
+"""The results of `ask`, `predict_masked` and `regions`, with pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from PIL import Image
+
+from detector.images import ResizeRule, load_resized, resize_boxes
+from e2e_vl.data.user_inputs import ImageFile
+from e2e_vl.drawing import choose_box_colours, draw_boxes
+from e2e_vl.predictions import GroundedPhrase, Prediction, Ranked
+from e2e_vl.samples import ImageBytes
+
+DISPLAY_SIZE = ResizeRule(600, 1000)  # of pictures
+MAX_ATTENDED_REGIONS = 5  # maximum number of attended regions in a picture
+HIGH_ATTENTION = 2.0  # minimum attention of a drawn region, as a multiple of the mean
+MIN_DRAWN_SCORE = 0.05  # minimum score of a drawn region
+GREY = 127  # value of masked pixels
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # == is ambiguous for arrays
+class Answer:
+    """The answer to one text. All boxes are xyxy in pixels of the original image."""
+
+    question: str
+    text: str  # the answer in words; for tasks that predict a box, its position
+    score: float | None  # score of the answer, 0 to 1; None: the answer has several scores
+    box: np.ndarray | None  # float32 [4], the box that the text refers to; None: no box was predicted
+    top_answers: Ranked  # the best answers with their scores, best first; empty if answers are not texts
+    top_boxes: np.ndarray  # float32 [K, 4], the boxes of `top_answers`; K = 0 if the task answers in words
+    lines: list[str]  # the answer as lines of text
+    boxes: np.ndarray  # float32 [R, 4], the candidate boxes
+    box_images: np.ndarray  # int64 [R], the image index of each box in `images`
+    box_names: list[str]  # R class names: predicted, or given by the user (VCR); "" if unknown
+    attention: np.ndarray | None  # float32 [R], attention from the answer to each region; None: the task predicts a box
+    unknown_words: tuple[str, ...]  # words of the text, the choices and the given answer that are not in the vocabulary
+    warnings: tuple[str, ...]  # why the answer may be worth little, in sentences
+    answer_boxes: list[tuple[str, np.ndarray]]  # labelled boxes that the answer consists of; empty for most tasks
+    prediction: Prediction  # the full prediction, of the task's class, as `e2e-vl ask` writes it
+    images: tuple[ImageFile, ...]
+
+    def __repr__(self) -> str:
+        score = "" if self.score is None else f" ({self.score:.3f})"
+        return f"<Answer to {self.question!r}: {' '.join((self.text + score, *self.warnings))}>"
+
+    @functools.cached_property
+    def phrases(self) -> list[GroundedPhrase]:
+        """The phrases of the text, with boxes float32 [4]; empty for a run that does not ground phrases.
+
+        If the null candidate wins, the first phrase, which names the target, has no box.
+        """
+        nothing_fits = self.box is None and getattr(self.prediction, "null_score", None) is not None
+        return [
+            msgspec.structs.replace(
+                one, box=None if one.box is None or (nothing_fits and number == 0) else np.array(one.box, np.float32)
+            )
+            for number, one in enumerate(self.prediction.grounded)
+        ]
+
+    def draw(self, image: int = 0) -> Image.Image:
+        """Draw the boxes of the answer, or else the regions with the most attention.
+
+        Boxes of phrases have other colours, see `shown_phrases`; those of uncertain phrases are dashed.
+
+        Args:
+            image: image index, for a text about several images.
+        """
+        phrases = self.shown_phrases() if image == 0 else []
+        asked = self.question if self.answer_boxes or not self.text else f"{self.question} -> {self.text}"
+        title = "\n".join((asked, *self.warnings))
+        if self.answer_boxes:
+            labels, boxes = map(list, zip(*self.answer_boxes, strict=True))
+            return draw_on(self.images[image], boxes, labels, title, phrases=phrases)
+        masked = self.prediction.masked_regions  # they are the first candidates
+        covered = [one.box for one in masked]
+        labels = [f"masked: {one.classes[0][0]} {one.classes[0][1]:.2f}" for one in masked]
+        attended = self.attended_regions(image)
+        labels += [label for label, _ in attended]
+        return draw_on(self.images[image], [*covered, *(box for _, box in attended)], labels, title, covered, phrases)
+
+    def attended_regions(self, image: int = 0) -> list[tuple[str, np.ndarray]]:
+        """(label, box) of the regions of an image with the most attention, highest first; no masked ones."""
+        if self.attention is None or not len(self.attention):
+            return []
+        best = np.argsort(-self.attention, kind="stable")[:MAX_ATTENDED_REGIONS]
+        best = best[self.attention[best] >= HIGH_ATTENTION * self.attention.mean()]
+        rows = [row for row in best if row >= len(self.prediction.masked_regions) and self.box_images[row] == image]
+        labels = [f"{self.box_names[row]} attention {self.attention[row]:.2f}".strip() for row in rows]
+        return list(zip(labels, self.boxes[rows], strict=True))
+
+    def _repr_png_(self) -> bytes:
+        """For notebooks."""
+        return self.draw()._repr_png_()
+
+    def draw_candidates(self, image: int = 0) -> Image.Image:
+        """Draw all candidate boxes of one image with their indices and names."""
+        rows = np.flatnonzero(self.box_images == image)
+        labels = [f"{row} {self.box_names[row]}".strip() for row in rows]
+        return draw_on(self.images[image], self.boxes[rows], labels)
+
+    def shown_phrases(self) -> list[GroundedPhrase]:
+        """The phrases that `draw` shows, in text order: those that are clearly grounded in one region.
+
+        The first phrase usually refers to the answer itself. If none of the others, such as the landmark of a relation,
+        is clear, the one with the best score is shown too. Phrases whose box is a box of the answer are left out.
+        """
+        taken = [box for _, box in self.answer_boxes]
+        free = [
+            number
+            for number, one in enumerate(self.phrases)
+            if one.box is not None and not any(np.allclose(one.box, box, atol=0.5) for box in taken)
+        ]
+        best = None
+        if not any(one.is_clear for one in self.phrases[1:]):
+            landmarks = [number for number in free if number > 0]
+            best = max(landmarks, key=lambda number: self.phrases[number].score, default=None)
+        return [self.phrases[number] for number in free if self.phrases[number].is_clear or number == best]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # == is ambiguous for arrays
+class ImageRegions:
+    """Regions of one image: predicted, best score first, or given. Boxes are xyxy in pixels of the original image."""
+
+    boxes: np.ndarray  # float32 [R, 4]
+    scores: np.ndarray  # float32 [R]
+    classes: np.ndarray  # int64 [R], 0 .. K-1
+    names: list[str]  # R class names; "class 7" if the names are unknown
+    features: np.ndarray  # float32 [R, D]
+    attributes: list[str]  # R most probable attributes; empty if their names are unknown
+    image: ImageFile
+    warning: str = ""  # why they may be worth nothing
+
+    def __len__(self) -> int:
+        return len(self.boxes)
+
+    def __repr__(self) -> str:
+        best = ", ".join(f"{name} {score:.2f}" for name, score in zip(self.names[:3], self.scores, strict=False))
+        size = f"{len(self)} ImageRegions with {self.features.shape[1]} features"
+        return f"<{size}, best {best}{self.warning and f'; {self.warning}'}>"
+
+    def draw(self) -> Image.Image:
+        """Draw the regions with their classes and scores, except those with very low scores."""
+        rows = np.flatnonzero(self.scores >= MIN_DRAWN_SCORE)
+        attributes = self.attributes or [""] * len(self)
+        labels = [f"{attributes[row]} {self.names[row]} {self.scores[row]:.2f}".strip() for row in rows]
+        return draw_on(self.image, self.boxes[rows], labels, self.warning)
+
+    def _repr_png_(self) -> bytes:
+        """For notebooks."""
+        return self.draw()._repr_png_()
+
+
+class ExampleScene(NamedTuple):
+    """An image that comes along with a model, and texts about it."""
+
+    image: Path
+    texts: list[str]
+    boxes: list[list[float] | None]  # what each text refers to, xyxy in pixels of the image; None: nothing
+
+
+def draw_on(
+    image: ImageFile,
+    boxes: Any,
+    labels: list[str],
+    title: str | None = None,
+    covered: Any = (),
+    phrases: Sequence[GroundedPhrase] = (),
+) -> Image.Image:
+    """Draw boxes given in pixels of the original image; pixels inside the `covered` boxes become grey."""
+    content = image.content if isinstance(image, ImageBytes) else image
+    pixels, size = load_resized(content, DISPLAY_SIZE, "RGB", str(image))
+    pixels = pixels.copy()
+
+    def on_picture(boxes: Any) -> np.ndarray:
+        return resize_boxes(np.asarray(boxes, dtype=np.float64).reshape(-1, 4), size, pixels.shape[:2])
+
+    for x1, y1, x2, y2 in on_picture(covered).astype(int):
+        pixels[y1 : y2 + 1, x1 : x2 + 1] = GREY
+    moved = on_picture([*boxes, *(phrase.box for phrase in phrases)])
+    return Image.fromarray(draw_boxes(pixels, moved, title=title, **box_marks(labels, phrases)))
+
+
+def box_marks(labels: Sequence[str], phrases: Sequence[GroundedPhrase]) -> dict[str, list[Any]]:
+    """`labels`, `colours` and `dashed` of `draw_boxes` for labelled boxes followed by boxes of phrases."""
+    return {
+        "labels": [*labels, *(phrase.label for phrase in phrases)],
+        "colours": choose_box_colours(len(labels), len(phrases)),
+        "dashed": [*[False] * len(labels), *(not phrase.is_clear for phrase in phrases)],
+    }
