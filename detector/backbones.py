@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -100,17 +100,54 @@ FROZEN_BRANCH_SCALE = 0.2  # initial scale of residual branches with FrozenBN, s
 Pooling = Callable[[Tensor, int], Tensor]
 
 
-def _forget_affine(module: ConvNorm, *_: Any) -> None:
-    module.affine = None
-
-
 class FrozenAffine(NamedTuple):
-    """A frozen batch norm as a map per channel."""
+    """A frozen batch norm as a map per channel, `x * scale + bias`, each float [channels]."""
 
     scale: Tensor
     bias: Tensor
-    cast_bias: Tensor  # in the dtype of autocast, so that it is not cast again in every step
-    weight: Tensor | None  # of a frozen convolution, folded and cast
+    cast_bias: Tensor  # `bias` in the dtype of the convolution
+
+    @classmethod
+    def of_norm(cls, norm: FrozenBatchNorm2d, dtype: torch.dtype) -> FrozenAffine:
+        scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
+        bias = norm.bias - norm.running_mean * scale
+        return cls(scale, bias, bias.to(dtype))
+
+
+class AffineCache:
+    """The affine map of a frozen norm on a GPU, where computing it anew costs six kernel launches per convolution.
+
+    The map is computed again when the norm's buffers are replaced or edited in place. Only in-place edits through
+    `.data` leave no trace in PyTorch's version counters. The cache is not pickled or copied.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor] = []  # aliases: while they live, no other buffer gets their address
+        self._versions: list[int] = []
+        self._affine: FrozenAffine | None = None
+
+    def __reduce__(self) -> tuple[type[AffineCache], tuple[()]]:
+        return AffineCache, ()
+
+    def affine(self, norm: FrozenBatchNorm2d, dtype: torch.dtype) -> FrozenAffine:
+        """Return the map of `norm`, with `cast_bias` in `dtype`."""
+        buffers = [norm.weight, norm.bias, norm.running_mean, norm.running_var]
+        if any(buffer.is_inference() for buffer in buffers):  # they have no version counters
+            return FrozenAffine.of_norm(norm, dtype)
+        versions = [buffer._version for buffer in buffers]
+        addresses = [buffer.data_ptr() for buffer in buffers]
+        is_known = (
+            self._affine is not None
+            and self._affine.cast_bias.dtype == dtype
+            and self._versions == versions
+            and [buffer.data_ptr() for buffer in self._buffers] == addresses
+        )
+        if not is_known:
+            with torch.inference_mode(False):  # the map serves training too
+                self._affine = FrozenAffine.of_norm(norm, dtype)
+            self._versions = versions
+            self._buffers = [buffer.detach() for buffer in buffers]
+        return self._affine
 
 
 class ConvNorm(nn.Conv2d):
@@ -126,8 +163,7 @@ class ConvNorm(nn.Conv2d):
         """`norm` is a name accepted by `make_norm`, or "" for a bias."""
         super().__init__(in_channels, out_channels, kernel_size, bias=not norm, **options)
         self.norm = make_norm(norm, out_channels) if norm else None
-        self.affine: FrozenAffine | None = None  # kept until the next load
-        self.register_load_state_dict_pre_hook(_forget_affine)
+        self._affine_cache = AffineCache()
         nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -141,19 +177,15 @@ class ConvNorm(nn.Conv2d):
         return self._conv_forward(x, weight, affine.cast_bias)
 
     def _fold_norm(self) -> tuple[Tensor, FrozenAffine]:
-        """The weight with the frozen norm folded in, and the norm."""
-        norm, device = self.norm, self.weight.device
-        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else self.weight.dtype
-        is_trained = self.weight.requires_grad
-        known = self.affine and (self.affine.scale.device, self.affine.cast_bias.dtype, self.affine.weight is None)
-        if known != (device, dtype, is_trained):
-            with torch.inference_mode(False):  # what is kept serves training too
-                scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
-                bias = norm.bias - norm.running_mean * scale
-                weight = None if is_trained else (self.weight * scale[:, None, None, None]).to(dtype)
-                self.affine = FrozenAffine(scale, bias, bias.to(dtype), weight)
-        weight = self.weight * self.affine.scale[:, None, None, None] if is_trained else self.affine.weight
-        return weight, self.affine
+        """Return the weight with the frozen norm folded in, and the norm's affine map."""
+        device = self.weight.device
+        is_autocast = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if is_autocast else self.weight.dtype
+        if device.type == "cpu" or torch.compiler.is_compiling():  # cheap, and fused by the compiler
+            affine = FrozenAffine.of_norm(self.norm, dtype)
+        else:
+            affine = self._affine_cache.affine(self.norm, dtype)
+        return self.weight * affine.scale[:, None, None, None], affine
 
     def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Convolve, working around a bug in oneDNN (seen with torch 2.15).

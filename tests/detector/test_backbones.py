@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,17 @@ from msgspec import structs
 from torch import Tensor, nn
 from torchvision.ops.misc import FrozenBatchNorm2d
 
-from detector.backbones import FPN, ConvNorm, Res5, ResNet, SyncBatchNorm, freeze, make_norm, recompute_activations
+from detector.backbones import (
+    FPN,
+    AffineCache,
+    ConvNorm,
+    Res5,
+    ResNet,
+    SyncBatchNorm,
+    freeze,
+    make_norm,
+    recompute_activations,
+)
 from detector.config import DetectorConfig, ResNetConfig, flatten
 from detector.roi_pooler import align_rois
 from tests.detector import published
@@ -69,26 +81,95 @@ def test_the_affine_map_of_a_frozen_norm_follows_loaded_weights_and_the_dtype():
     torch.testing.assert_close(conv.double()(image.double()).float(), other(image))
 
 
-def test_a_convolution_that_is_trained_between_two_freezes_uses_its_new_weight():
-    conv, image = ConvNorm(2, 3, 1, norm="FrozenBN").requires_grad_(False), torch.rand(1, 2, 4, 4)
-    before = conv(image)
-    conv.requires_grad_(True)(image)
+def _replace_weight(conv: ConvNorm) -> None:
+    conv.weight = nn.Parameter(2 * conv.weight.detach(), requires_grad=False)
+
+
+def _assign_data(conv: ConvNorm) -> None:
+    conv.weight.data = 2 * conv.weight.data
+
+
+def _replace_buffer(conv: ConvNorm) -> None:
+    conv.norm.weight = 2 * conv.norm.weight
+
+
+def _load_norm(conv: ConvNorm) -> None:
+    state = conv.norm.state_dict()
+    conv.norm.load_state_dict({**state, "weight": 2 * state["weight"]})
+
+
+def _thaw_and_edit(conv: ConvNorm) -> None:
+    conv.requires_grad_(True)(torch.rand(1, 2, 4, 4)).sum().backward()
     with torch.no_grad():
         conv.weight.mul_(2)
     conv.requires_grad_(False)
-    torch.testing.assert_close(conv(image), 2 * before)
 
 
-def test_a_frozen_convolution_is_folded_once_until_it_is_loaded_or_trained():
-    conv, other = (ConvNorm(2, 3, 1, norm="FrozenBN").requires_grad_(False) for _ in range(2))
-    image = torch.rand(1, 2, 4, 4)
-    with torch.autocast("cpu", torch.bfloat16):
-        conv(image)
-        assert conv._fold_norm()[0] is conv._fold_norm()[0]
-        conv.load_state_dict(other.state_dict())
-        assert torch.equal(conv(image), other(image))
-    conv.requires_grad_(True)(image).sum().backward()
-    assert conv.weight.grad is not None
+DOUBLINGS = {  # edits of a convolution without a bias, after which its output is twice as large
+    "copy_": lambda conv: conv.weight.copy_(2 * conv.weight),
+    ".data in place": lambda conv: conv.weight.data.mul_(2),
+    ".data assigned": _assign_data,
+    "new parameter": _replace_weight,
+    "buffer in place": lambda conv: conv.norm.weight.mul_(2),
+    "buffer's .data": lambda conv: conv.norm.weight.data.mul_(2),
+    "new buffer": _replace_buffer,
+    "norm.load_state_dict": _load_norm,
+    "load_state_dict": lambda conv: conv.load_state_dict({**conv.state_dict(), "weight": 2 * conv.weight}),
+    "thawed, edited, frozen": _thaw_and_edit,
+}
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("edit", DOUBLINGS.values(), ids=DOUBLINGS)
+def test_a_frozen_convolution_follows_every_edit_of_its_weight_and_norm(edit, precision):
+    conv, image = ConvNorm(2, 3, 1, norm="FrozenBN").requires_grad_(False), torch.rand(1, 2, 4, 4)
+    with torch.autocast("cpu", precision, enabled=precision is torch.bfloat16):
+        before = conv(image)
+        edit(conv)
+        assert torch.equal(conv(image), 2 * before)
+
+
+def test_a_frozen_convolution_follows_functional_call():
+    conv, image = ConvNorm(2, 3, 1, norm="FrozenBN").requires_grad_(False), torch.rand(1, 2, 4, 4)
+    before = conv(image)
+    assert torch.equal(torch.func.functional_call(conv, {"weight": 2 * conv.weight}, image), 2 * before)
+    assert torch.equal(torch.func.functional_call(conv, {"norm.weight": 2 * conv.norm.weight}, image), 2 * before)
+    assert torch.equal(conv(image), before)
+
+
+def _assign_buffer_data(norm: nn.Module) -> None:
+    norm.weight.data = 2 * norm.weight.data
+
+
+def _new_buffer(norm: nn.Module) -> None:
+    norm.weight = 2 * norm.weight
+
+
+NORM_DOUBLINGS = {
+    "in place": lambda norm: norm.weight.mul_(2),
+    ".data assigned": _assign_buffer_data,
+    "new buffer": _new_buffer,
+    "load_state_dict": lambda norm: norm.load_state_dict({**norm.state_dict(), "weight": 2 * norm.weight}),
+}
+
+
+@pytest.mark.parametrize("edit", NORM_DOUBLINGS.values(), ids=NORM_DOUBLINGS)
+def test_the_cached_map_of_a_norm_follows_its_buffers(edit):
+    norm, cache = make_norm("FrozenBN", 3), AffineCache()
+    with torch.inference_mode():
+        before = cache.affine(norm, torch.float32)
+    assert cache.affine(norm, torch.float32) is before
+    assert not before.scale.is_inference()  # it serves training too
+    edit(norm)
+    torch.testing.assert_close(cache.affine(norm, torch.float32).scale, 2 * before.scale)
+    assert cache.affine(norm, torch.bfloat16).cast_bias.dtype is torch.bfloat16
+
+
+def test_a_saved_or_copied_cache_is_empty():
+    norm, cache = make_norm("FrozenBN", 3), AffineCache()
+    before = cache.affine(norm, torch.float32)
+    assert copy.deepcopy(cache).affine(norm, torch.float32) is not before
+    assert len(pickle.dumps(cache)) < 200
 
 
 def test_frozen_batch_norms_keep_their_numbers():
