@@ -83,6 +83,11 @@ def check_file_boxes(boxes: np.ndarray, sizes: np.ndarray, image_ids: Sequence[o
     """
     require_pixels(boxes, where)
     _warn_of_normalised_images(boxes, image_ids, where)
+    warn_of_boxes_outside(boxes, sizes, image_ids, where)
+
+
+def warn_of_boxes_outside(boxes: np.ndarray, sizes: np.ndarray, image_ids: Sequence[object], where: str) -> None:
+    """Log a warning if more than `MAX_SHARE_OUTSIDE` of the boxes reach outside; arguments as in `check_file_boxes`."""
     outside = reach_outside(boxes, sizes)
     if outside.sum() <= MAX_SHARE_OUTSIDE * len(boxes):
         return

@@ -33,6 +33,7 @@ from detector.errors import MissingFileError, UserError, reading, user_path
 from detector.io import decode_json, read_json
 from e2e_vl.config import BoxSource
 from e2e_vl.data.base import DataFiles, DataNeeds, VLDataset, coco_image_set, split_names
+from e2e_vl.data.box_checks import require_pixels
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.config import CLASS_NAMES, CaptionOptions
 from e2e_vl.data.tables import Archives, SerializedList, TextGroups, TextLines, cached_array, read_range
@@ -197,6 +198,7 @@ class VLBertCaptions(CaptionSource):
         origin = str(self._archives.root / name)
         content = decode_json(self._archives.read(name), origin, RegionFile)
         boxes, classes = (content.matrix(key, origin) for key in ("boxes", "classes"))
+        require_pixels(boxes, origin)
         order = np.argsort(-classes.max(axis=1), kind="stable")
         features = content.matrix("features", origin)[order] if self.with_features else None
         return CandidateBoxes(

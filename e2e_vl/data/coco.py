@@ -17,6 +17,7 @@ from detector.errors import UserError, user_path
 from detector.io import read_json
 from e2e_vl.config import BoxSource
 from e2e_vl.data.base import DataFiles, DataNeeds, VLDataset
+from e2e_vl.data.box_checks import check_file_boxes
 from e2e_vl.data.config import NoOptions
 from e2e_vl.data.tables import RowIndex, SerializedList, require_unique
 from e2e_vl.io import FourNumbers, Id, Name, Record, Side, Words
@@ -99,6 +100,9 @@ class CocoInstances:
         require_unique((row.id for row in content.annotations), f"{self.path}: annotation")
         images = {row.id: CocoImage(row.id, row.file_name, row.width, row.height, []) for row in content.images}
         empty = []
+        corners: list[FourNumbers] = []
+        sizes: list[tuple[int, int]] = []
+        image_ids: list[Id] = []
         for row in content.annotations:
             image, (x, y, width, height) = images.get(row.image_id), row.bbox
             box = (x, y, x + width, y + height)
@@ -118,10 +122,19 @@ class CocoInstances:
                     f"does not list, or its box {[*row.bbox]} lies outside the image"
                 )
             attributes = tuple(attribute_of[attribute] for attribute in row.attribute_ids)
+            corners.append(box)
+            sizes.append((image.width, image.height))
+            image_ids.append(image.id)
             labels = class_of[row.category_id], box, bool(row.iscrowd), attributes, row.area
             image.objects.append(CocoObject(row.id, *labels))
         if empty:
             logger.warning("%s: skipped %d annotations with empty boxes: %s", self.path, len(empty), empty)
+        check_file_boxes(
+            np.array(corners, dtype=np.float64).reshape(-1, 4),
+            np.array(sizes, dtype=np.int64).reshape(-1, 2),
+            image_ids,
+            str(self.path),
+        )
         self.images = SerializedList(images.values(), CocoImage)
         self._rows = RowIndex(images)
 

@@ -36,6 +36,7 @@ from tqdm.auto import tqdm
 
 from detector.errors import MissingFileError, UserError, reading, user_path
 from detector.io import atomic_file, read_json, write_json
+from e2e_vl.data.box_checks import require_pixels
 
 # Optional columns with R rows, and their dtypes
 OPTIONAL_COLUMNS = {
@@ -92,7 +93,7 @@ class RegionFeatures:
         """Raise a UserError if these are not plausible regions of the requested image; `where` begins its message.
 
         Boxes may exceed the image by `TOLERANCE`, since some projects count pixels from 1 or round. Empty boxes are
-        accepted.
+        accepted, normalised ones are not.
         """
         height, width = self.image_size
         size = np.array([width, height], dtype=np.float32)
@@ -113,9 +114,13 @@ class RegionFeatures:
             wrong = ((low > high) | (low < -TOLERANCE) | (high > size + TOLERANCE)).any(axis=1)
             if wrong.any():
                 box = self.boxes[wrong.argmax()].tolist()
-                problem = f"has a box {box} that is inverted or exceeds the {width} x {height} image"
+                problem = (
+                    f"has a box {box} that is inverted or exceeds the {width} x {height} image, as corners x1, y1, x2, "
+                    "y2 in pixels of the original image"
+                )
         if problem is not None:
             raise UserError(f"{where}: {problem}; extract the image again")
+        require_pixels(self.boxes, where)
 
 
 def save_npz(file: Path | BinaryIO, record: RegionFeatures, stamp: dict[str, Any] | None = None) -> None:

@@ -25,6 +25,7 @@ from msgspec import Meta, field
 
 from detector.errors import MissingFileError, UserError, user_path
 from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, TextRecord, split_names
+from e2e_vl.data.box_checks import require_pixels
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.config import GQAOptions
 from e2e_vl.data.tables import SerializedDict, SerializedList, stream_dict
@@ -225,6 +226,7 @@ class GQADataset(RecordDataset):
             return SampleImage(name, file)
         graph = self.scene_graphs[name]
         boxes = np.array([one.corners for one in graph.objects.values()], dtype=np.float64).reshape(-1, 4)
+        require_pixels(boxes, f"scene graph of image {name}")
         ids = tuple(int(key) if key.isdecimal() else number for number, key in enumerate(graph.objects))
         names = tuple(one.name for one in graph.objects.values())
         objects = AnnotatedObjects(boxes, f"scene graph of image {name}", ids=ids, names=names)

@@ -6,10 +6,11 @@ Shape legend: see `e2e_vl/structures.py`.
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from detector.images import ResizeRule, load_resized
 from detector.io import read_json
 from e2e_vl.config import BoxSource, DataSettings
 from e2e_vl.data.base import VLDataset, open_options
+from e2e_vl.data.box_checks import require_pixels, warn_of_boxes_outside
 from e2e_vl.data.features import FeatureStore, open_features
 from e2e_vl.examples import DetectionObjects, ImageExample, ImageTransform
 from e2e_vl.io import FourNumbers, Id, Record, Score, box_corners
@@ -69,6 +71,7 @@ def read_detections(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     rows = defaultdict(list)
     for number, one in enumerate(read_json(path, list[_Detection])):
         rows[str(one.image_id)].append((box_corners(one.box, f"{path}: detection {number}"), one.score))
+    require_pixels(np.array([box for detections in rows.values() for box, _ in detections]), str(path))
     return {
         image_id: (np.array([box for box, _ in found]), np.array([score for _, score in found], dtype=np.float32))
         for image_id, found in rows.items()
@@ -93,6 +96,24 @@ class DetectedBoxes(BoxReader):
         self.require_images([image_id], "data")
         path, boxes, scores = self._found[image_id]
         return CandidateBoxes(boxes[select_regions(scores, self.selection).numpy()], f"{path}: image {image_id}")
+
+    def warn_of_boxes_outside(self, sizes: Mapping[str, tuple[int, int]]) -> None:
+        """Log a warning if many boxes exceed their images, such as corners in place of width and height.
+
+        Args:
+            sizes: (height, width) of the images to compare with, by image id.
+        """
+        image_ids = [image_id for image_id in sizes if image_id in self]
+        if not image_ids:
+            return
+        boxes = [self._found[image_id][1] for image_id in image_ids]
+        counts = [len(rows) for rows in boxes]
+        warn_of_boxes_outside(
+            np.concatenate(boxes),
+            np.repeat([sizes[image_id][::-1] for image_id in image_ids], counts, axis=0),
+            np.repeat(image_ids, counts),
+            str(self._found[image_ids[0]][0]),
+        )
 
 
 @dataclasses.dataclass
@@ -151,7 +172,25 @@ def open_boxes_of(dataset: VLDataset, settings: DataSettings, boxes: BoxSource) 
     files = list(dict.fromkeys(data_files.path(key, **values) for values in dataset.parts))
     with_features = boxes is BoxSource.PRECOMPUTED
     limit = settings.boxes.max_precomputed if with_features else None
-    return open_boxes(files, settings.boxes.selection, with_features=with_features, limit=limit)
+    reader = open_boxes(files, settings.boxes.selection, with_features=with_features, limit=limit)
+    if isinstance(reader, DetectedBoxes):
+        reader.warn_of_boxes_outside(_some_image_sizes(dataset))
+    return reader
+
+
+_IMAGES_COMPARED = 200  # with the boxes of a file of detections, which has no image sizes
+
+
+def _some_image_sizes(dataset: VLDataset) -> dict[str, tuple[int, int]]:
+    """The annotated (height, width) of evenly spaced images of a split, by image id."""
+    sizes: dict[str, tuple[int, int]] = {}
+    number = len(dataset.groups)
+    for row in range(0, number, max(number // _IMAGES_COMPARED, 1)):
+        texts = dataset.groups[row][:1]
+        with contextlib.suppress(UserError):  # a damaged record is reported when it is loaded
+            images = dataset.sample(texts).images if len(texts) else ()
+            sizes |= {image.id: image.size for image in images if image.size is not None}
+    return sizes
 
 
 # Object outlines as small masks on the RoI grid, as in the official code for VCR

@@ -20,6 +20,7 @@ from PIL import Image
 
 from detector.errors import UserError, first_line, user_path
 from detector.io import read_json
+from e2e_vl.data.box_checks import require_pixels
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.vcr import Outlines
 from e2e_vl.io import FourNumbers, Id, Name, Pixel, Record, box_corners, read_text
@@ -202,6 +203,7 @@ def read_given_boxes(path: str | Path) -> dict[str, GivenBoxes]:
         for number, row in enumerate(read_json(path, list[_GivenDetection])):
             box = box_corners(row.box or row.bbox or (0, 0, 0, 0), f"{path}: detection {number}")
             rows.setdefault(str(row.image_id), []).append((box, number if row.det_id is None else row.det_id))
+        require_pixels(np.array([box for detections in rows.values() for box, _ in detections]), str(path))
     else:
         rows = {str(image.id): [(one.box, one.id) for one in image.objects] for image in CocoInstances(path).images}
     return {
@@ -254,7 +256,10 @@ def _read_file(path: Path) -> AnnotatedObjects:
 
 
 def validate_boxes(boxes: Sequence[Sequence[float]], where: str) -> np.ndarray:
-    """A user's boxes as float64 [R, 4]: at least one, none empty; `where` names them in error messages."""
+    """Return a user's boxes as float64 [R, 4]: at least one, none empty, in pixels.
+
+    `where` names them in error messages.
+    """
     wrong = [
         box
         for box in boxes
@@ -265,7 +270,14 @@ def validate_boxes(boxes: Sequence[Sequence[float]], where: str) -> np.ndarray:
             f"{where}: {f'{wrong[0]} is not a box' if wrong else 'no box given'}; write the corners x1,y1,x2,y2 in "
             "pixels of the original image, x1 < x2 and y1 < y2."
         )
-    return np.array(boxes, dtype=np.float64)
+    corners = np.array(boxes, dtype=np.float64)
+    if corners.max() <= 1:
+        raise UserError(
+            f"{where}: no box reaches beyond the first pixel, so they seem to be normalised to 0 .. 1; multiply them "
+            "by the width and height of the image, because boxes are in pixels of the original image."
+        )
+    require_pixels(corners, where)
+    return corners
 
 
 def require_inside(boxes: np.ndarray, size: tuple[int, int], origin: str, image: str) -> None:

@@ -19,6 +19,7 @@ from detector.errors import UserError
 from detector.io import read_json
 from e2e_vl.config import BoxSource
 from e2e_vl.data.base import DataFiles, DataNeeds, VLDataset
+from e2e_vl.data.box_checks import require_pixels
 from e2e_vl.data.config import CLASS_NAMES, VCROptions
 from e2e_vl.data.tables import SerializedList, TextGroups, stream_lines
 from e2e_vl.io import Count, Name, Pixel, Record, Side
@@ -69,6 +70,7 @@ class ImageMetadata(Record):
             raise UserError(
                 f"{where}: boxes, segms and attribute_ids need one entry for each of {number} names, and no empty box"
             )
+        require_pixels(boxes, where)
         attributes = None
         if self.attribute_ids:
             attributes = np.array(self.attribute_ids, dtype=np.int64).reshape(number, -1)

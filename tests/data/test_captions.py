@@ -408,7 +408,13 @@ def test_images_and_boxes_in_archives(official):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"boxes": encoded(BOXES[:2])}, {"classes": 3}, {"features": ""}, {"features": encoded(FEATURES * np.nan)}],
+    [
+        {"boxes": encoded(BOXES[:2])},
+        {"boxes": encoded(BOXES / 1000)},
+        {"classes": 3},
+        {"features": ""},
+        {"features": encoded(FEATURES * np.nan)},
+    ],
 )
 def test_damaged_boxes_name_the_file(official, changes):
     official.files["00000000.json"] = json.dumps(frcnn(**changes))

@@ -51,6 +51,7 @@ def test_every_image_and_annotation_is_what_the_file_says(tiny):
         (lambda c: c["images"][0].update(id="3"), ["image 3", "twice"]),
         (lambda c: c["images"][0].update(width=0), ["images[0].width"]),
         (lambda c: c["categories"][0].update(name="square"), ["category square", "twice"]),
+        (lambda c: [row.update(bbox=[0.1, 0.2, 0.5, 0.75]) for row in c["annotations"]], ["normalised", "pixels"]),
     ],
 )
 def test_a_bad_record_is_named(tiny, change, parts):
@@ -58,6 +59,21 @@ def test_a_bad_record_is_named(tiny, change, parts):
     tiny.instances_file.write_text(json.dumps(tiny.instances))
     with refused("instances.json", *parts):
         CocoInstances(tiny.instances_file)
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (lambda row: row.update(bbox=[row["bbox"][0], row["bbox"][1], 99, 99]), "6 of 6 boxes reach outside"),
+        (lambda row: row.update(bbox=[0.1, 0.2, 0.5, 0.75]) if row["image_id"] == 9 else None, "those of image 9"),
+    ],
+)
+def test_suspicious_boxes_cause_one_warning(tiny, change, part, caplog):
+    for row in tiny.instances["annotations"]:
+        change(row)
+    CocoInstances(tiny.write().instances_file)
+    [record] = caplog.records
+    assert part in record.getMessage() and "instances.json" in record.getMessage()
 
 
 def settings_of(tiny, **changes) -> DataSettings:

@@ -40,7 +40,7 @@ def records() -> list[RegionFeatures]:
             RegionFeatures(
                 image_id,
                 (30, 40),
-                generator.random((rows, 4), dtype=np.float32).cumsum(axis=1),  # x1 < x2, y1 < y2
+                5 * generator.random((rows, 4), dtype=np.float32).cumsum(axis=1),  # x1 < x2, y1 < y2
                 generator.standard_normal((rows, 6)).astype(np.float32),
                 image_feature=generator.random(6, dtype=np.float32),
                 **columns,
@@ -177,6 +177,7 @@ def record(image_id: str = "1", **changes) -> RegionFeatures:
         {"boxes": BOXES[:1]},
         {"scores": np.array([0.1, 7.0], np.float32)},
         {"attribute_scores": np.array([-0.1, 0.5], np.float32)},
+        {"boxes": BOXES / np.float32([40, 30, 40, 30])},  # normalised
     ],
 )
 def test_implausible_regions_name_file_and_image(changes):

@@ -146,6 +146,16 @@ def test_instances_have_classes_and_scene_graphs_have_none(settings):
     assert dataset.sample((0,)).images[0].objects.classes.tolist() == [0, 0, 1]
 
 
+def test_normalised_boxes_are_refused(settings, tiny):
+    graphs = {str(image): scene_graph(tiny, image) for image in (3, 7)}
+    graphs["3"]["objects"] = {"1": BOX | {"x": 0.1, "y": 0.2, "w": 0.5, "h": 0.5}}
+    write_json(tiny.images_root.parent / "sceneGraphs" / "train_sceneGraphs.json", graphs)
+    dataset = make(settings)
+    dataset.sample((0,))
+    with refused("scene graph of image 3", "normalised"):
+        dataset.sample((1,))
+
+
 def test_names_of_image_files(settings):
     named = with_options(settings, image_name="COCO_{id:0>12}.jpg")
     assert make(named).sample((0,)).images[0].locate().name == "COCO_000000000007.jpg"

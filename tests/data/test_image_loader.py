@@ -10,12 +10,22 @@ import pytest
 
 from detector.config import SelectionRule
 from detector.errors import UserError
+from e2e_vl.config import BoxSource
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.features import RegionFeatures, save_npz
-from e2e_vl.data.image_loader import Augmentation, BoxReader, DetectedBoxes, instance_mask, open_boxes, read_detections
+from e2e_vl.data.image_loader import (
+    Augmentation,
+    BoxReader,
+    DetectedBoxes,
+    instance_mask,
+    open_boxes,
+    open_boxes_of,
+    read_detections,
+)
+from e2e_vl.data.refcoco import RefCOCODataset
 from e2e_vl.examples import ImageExample, ImageTransform
 from e2e_vl.samples import AnnotatedObjects, BrokenImageError, CandidateBoxes, ImageBytes, SampleImage
-from tests.data.helpers import DOUBLE, SAME, make_loader, refused, write_json
+from tests.data.helpers import DOUBLE, SAME, make_loader, open_dataset, refused, write_json
 from tests.data.tiny_refcoco import DETECTIONS_7, GT_7, detection
 
 ALL = SelectionRule(min_score=0.0, min_regions=0, max_regions=100)
@@ -132,6 +142,25 @@ def test_a_box_outside_its_image_is_named(tiny, photo):
     tiny.detections[1]["box"] = [101, 5, 10, 10]
     with refused("dets.json", "image 7", "box 1", "100 x 60"):
         load(photo, "detections", detections(tiny.write(), ALL))
+
+
+def test_detections_in_other_units(tiny, caplog):
+    boxes = [row["box"] for row in tiny.detections]
+    files = tiny.settings
+    dataset = open_dataset(RefCOCODataset, files, "train", "detections")
+    open_boxes_of(dataset, files, BoxSource.DETECTIONS)
+    assert not caplog.records
+    for row, (x, y, width, height) in zip(tiny.detections, boxes, strict=True):
+        row["box"] = [x, y, x + width, y + height]
+    tiny.write()
+    open_boxes_of(dataset, files, BoxSource.DETECTIONS)
+    [record] = caplog.records
+    assert "dets.json: 1 of 3 boxes reach outside" in record.getMessage() and "corners" in record.getMessage()
+    for row in tiny.detections:
+        row["box"] = [0.1, 0.2, 0.5, 0.6]
+    tiny.write()
+    with refused("dets.json", "normalised", "pixels"):
+        open_boxes_of(dataset, files, BoxSource.DETECTIONS)
 
 
 def test_boxes_to_mask_move_with_the_image(photo):

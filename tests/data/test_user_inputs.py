@@ -73,9 +73,10 @@ def test_given_boxes_of_detections(tmp_path):
     assert set(found) == {"1", "2"}
     assert np.array_equal(found["2"].boxes, [[1, 2, 4, 6], [5, 5, 6, 6]])
     assert found["2"].ids.tolist() == [0, 2] and found["1"].ids.tolist() == [70]
-    (tmp_path / "d.json").write_text('[{"image_id": 1}]')
-    with refused("d.json", "detection 0"):
-        read_given_boxes(tmp_path / "d.json")
+    for row, part in (({}, "detection 0"), ({"bbox": [0.1, 0.2, 0.5, 0.6]}, "normalised")):
+        (tmp_path / "d.json").write_text(json.dumps([{"image_id": 1, **row}]))
+        with refused("d.json", part):
+            read_given_boxes(tmp_path / "d.json")
 
 
 def test_given_boxes_of_instances(tiny):
@@ -114,6 +115,9 @@ def test_boxes_of_a_file(tmp_path):
         (["1,2,3,4", "1,2,x,4"], "'x'"),
         (["5,2,3,4"], "not a box"),
         (["1,2,3"], "not a box"),
+        (["0.1,0.2,0.5,0.6", "0.3,0.4,1.01,0.9"], "normalised"),
+        (["0,0,1,1"], "normalised"),
+        ("[[0.1, 0.2, 0.5, 0.6]]", "pixels"),
         ("[[1, 2, 3]]", "[0]"),
         ("[[1, 2, 3, 4], [5, 6, 5, 9]]", "[5.0, 6.0, 5.0, 9.0]"),
         ("[]", "no box"),

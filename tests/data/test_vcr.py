@@ -196,6 +196,7 @@ def test_a_bad_line_is_named(tiny, change, part):
         ({"boxes": [[5, 5, 5, 9, 1], *BOXES[1:]]}, "box"),
         ({"segms": [[[1, 2]], [], [], []]}, "segms[0]"),
         ({"attribute_ids": [[1], [2]]}, "attribute_ids"),
+        ({"boxes": [[0.1, 0.2, 0.5, 0.6, 1]] * 4}, "normalised"),
     ],
 )
 def test_bad_metadata_are_named(tiny, change, part):
