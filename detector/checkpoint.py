@@ -11,10 +11,13 @@ import dataclasses
 import json
 import logging
 import pickle
+import pickletools
+import re
 import zipfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,10 +26,10 @@ from torch import Tensor, nn
 
 from detector.config import NORM_EPS, DetectorConfig
 from detector.errors import MissingFileError, UserError, first_line
-from detector.io import atomic_file, read_json, read_pickle, write_text
+from detector.io import NUMPY_IN_PICKLES, atomic_file, read_json, read_pickle, write_text
 from detector.rpn import configured_cell_anchors
 from detector.structures import Detector
-from detector.weight_names import CELL_ANCHORS, PREDICTOR, UNUSED_KEYS, to_detector_names
+from detector.weight_names import CELL_ANCHORS, PREDICTOR, UNUSED_KEYS, strip_wrappers, to_detector_names
 from detector.zoo import PublishedWeights, download_weights, find_published_weights, resolve_weights, suggest_names
 
 logger = logging.getLogger(__name__)
@@ -36,6 +39,10 @@ WEIGHTS_NAME = "model.safetensors"
 CLASS_NAMES = "class_names.json"
 # Weights files in the folder of a saved detector, a saved model, a training run, and Detectron2's OUTPUT_DIR.
 IN_FOLDERS = (WEIGHTS_NAME, f"detector/{WEIGHTS_NAME}", f"model/detector/{WEIGHTS_NAME}", "model_final.pth")
+
+# Keys under which a torch file may have its state dict, also one within the other.
+STATE_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "net", "network", "blobs")
+LEGACY_PICKLES = 5  # of torch files before version 1.6: magic number, version, system, content, keys of the storages
 
 SHOWN_KEYS = 3  # number of keys of each kind in an error message
 TOLERANCE = 1e-3  # in pixels or grey levels, between the buffers of old checkpoints and the config
@@ -87,26 +94,30 @@ def read_weights(path: str | Path) -> WeightsFile:
     """Read a `.safetensors` file, a pickle of arrays (`.pkl`) or a torch file (`.pth`, `.model`, `.bin`).
 
     A pickle contains a dict of arrays, optionally under the key `model` (Detectron2) or `blobs` (Caffe2; momentum blobs
-    are skipped). A torch file contains a state dict, optionally under `model` or `state_dict`. For `path` see
-    `find_weights`.
+    are skipped). A torch file contains a state dict, optionally under one of `STATE_KEYS`. Objects of other classes
+    beside it, such as the arguments of the training, are ignored and logged. For `path` see `find_weights`.
     """
     published = find_published_weights(path)
     norm_eps = NORM_EPS if published is None else published.norm_eps
     path = find_weights(path)
-    is_pickle = path.suffix == ".pkl" and not zipfile.is_zipfile(path)  # torch writes zip archives
+    suffix = path.suffix.lower()
+    is_pickle = suffix == ".pkl" and not zipfile.is_zipfile(path)  # torch writes zip archives
     try:
-        if path.suffix == ".safetensors":
+        if suffix == ".safetensors":
             return WeightsFile(path, load_file(path), norm_eps=norm_eps)
-        loaded = read_pickle(path) if is_pickle else torch.load(path, map_location="cpu", weights_only=True)
+        loaded, ignored_classes = (read_pickle(path), []) if is_pickle else load_torch(path)
     except Exception as error:  # torch, pickle and safetensors raise many types
-        is_refused = isinstance(error, pickle.UnpicklingError)
-        reason = "it is damaged or contains other objects than tensors" if is_refused else first_line(error).rstrip(".")
+        reason = first_line(error).rstrip(".")
+        if isinstance(error, pickle.UnpicklingError):
+            reason = f"it is damaged or contains other objects than tensors: {reason}"
         raise UserError(
-            f"{path}: cannot be read as weights ({reason}); no code in it was executed. Copy or download it again."
+            f"{path}: cannot be read as weights ({reason}); no code in it was executed. Copy or download it again, or "
+            "save only the state_dict() in it."
         ) from error
     loaded = loaded if isinstance(loaded, dict) else {type(loaded).__name__: loaded}
-    heuristics = bool(loaded.get("matching_heuristics")) or loaded.get("__author__") == "Caffe2"
-    state = next((loaded[key] for key in ("model", "state_dict", "blobs") if isinstance(loaded.get(key), dict)), loaded)
+    author = loaded.get("__author__")
+    heuristics = loaded.get("matching_heuristics") is True or (isinstance(author, str) and author == "Caffe2")
+    state = _state_dict(loaded, path)
     if is_pickle and "model" not in loaded:  # Detectron2 also treats such a file as Caffe2's
         heuristics = True
         state = {name: value for name, value in state.items() if not str(name).endswith("_momentum")}
@@ -114,10 +125,75 @@ def read_weights(path: str | Path) -> WeightsFile:
         name: torch.from_numpy(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" else value
         for name, value in state.items()
     }
-    other = next((name for name, value in tensors.items() if not isinstance(value, Tensor)), None)
+    classes = f" ({', '.join(ignored_classes)})" if ignored_classes else ""
+    if not tensors and classes:
+        raise UserError(
+            f"{path}: contains objects{classes} instead of a state dict; no code in it was executed. Save the "
+            "model's state_dict()."
+        )
+    is_weight = {name: isinstance(name, str) and isinstance(value, Tensor) for name, value in tensors.items()}
+    other = next((name for name in tensors if not is_weight[name]), None)
     if other is not None:
-        raise UserError(f"{path}: not a state dict (perhaps under the key `model`): {other!r} is not a tensor.")
+        raise UserError(
+            f"{path}: not a state dict (perhaps under the key `model`): {other!r} is not a tensor{classes}; no code in "
+            "it was executed."
+        )
+    if ignored_classes:
+        logger.warning("%s: ignored the objects beside the weights%s.", path, classes)
+    if suffix != ".safetensors":
+        tensors = strip_wrappers(tensors)
     return WeightsFile(path, tensors, heuristics, norm_eps)
+
+
+def _state_dict(loaded: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The innermost dict under `STATE_KEYS`; `loaded` itself if it has none of them."""
+    while True:
+        keys = [key for key in STATE_KEYS if isinstance(loaded.get(key), dict) and loaded[key]]
+        if not keys:
+            return loaded
+        if len(keys) > 1:
+            raise UserError(f"{path}: has weights under {' and '.join(keys)}; save the ones to use in a file.")
+        loaded = loaded[keys[0]]
+
+
+def load_torch(path: Path) -> tuple[Any, list[str]]:
+    """Load a torch file without executing code in it.
+
+    Arrays and scalars of NumPy are read. Objects of other classes become dicts.
+
+    Returns:
+        the content, and the names of these classes.
+    """
+    arrays = {**NUMPY_IN_PICKLES}
+    arrays |= {name.replace("numpy.core.", "numpy._core."): value for name, value in NUMPY_IN_PICKLES.items()}
+    other_names = [name for name in _pickled_names(path) if name not in arrays]
+    replacements = {**dict.fromkeys(other_names, _IgnoredObject), **arrays}
+    with torch.serialization.safe_globals([(value, name) for name, value in replacements.items()]):
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True), other_names
+        except pickle.UnpicklingError as error:  # torch puts a page of advice around the cause
+            raise pickle.UnpicklingError(first_line(error.__context__ or error)) from error
+
+
+class _IgnoredObject:
+    """Replaces any other class: an empty Counter, which `torch.load` fills with items, attributes and slots alike."""
+
+    def __new__(cls, *arguments: object) -> Counter[Any]:
+        return Counter()
+
+
+def _pickled_names(path: Path) -> list[str]:
+    """The classes and functions in a torch file that `torch.load` refuses, without loading it."""
+    if zipfile.is_zipfile(path):
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    names = set()
+    with path.open("rb") as file:
+        for _ in range(LEGACY_PICKLES):
+            for opcode, argument, _ in pickletools.genops(file):
+                if opcode.name == "GLOBAL":
+                    names.add(argument.replace(" ", ".").replace("__builtin__.", "builtins."))
+    readable = re.compile(r"torch\.(?!nn\.).*|collections\.(OrderedDict|Counter)|_codecs\.encode|builtins\.set")
+    return sorted(name for name in names if not readable.fullmatch(name))
 
 
 def read_tensors(path: str | Path) -> dict[str, Tensor]:

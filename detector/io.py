@@ -16,9 +16,10 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
+import numpy as np
 import yaml
 
 from detector.errors import UserError, first_line, reading
@@ -78,27 +79,106 @@ _YamlLoader.add_implicit_resolver(
 )
 
 
-class RestrictedUnpickler(pickle.Unpickler):
-    """Unpickle plain values and numeric NumPy arrays. Other classes are rejected, so no code is executed."""
+# What a pickle gets instead of the classes and functions that it names. NumPy's own trust the pickled state of a dtype
+# or an array, and a false one makes addresses of bytes in the file; these check it. Their functions have no default
+# values and no state, because a pickle may set the attributes of what it names.
 
-    ALLOWED = frozenset(
-        [
-            ("numpy", "ndarray"),
-            ("numpy", "dtype"),
-            ("numpy._core.multiarray", "_reconstruct"),
-            ("numpy._core.multiarray", "scalar"),
-            ("numpy._core.numeric", "_frombuffer"),
-            ("collections", "OrderedDict"),
-            ("_codecs", "encode"),  # how Python 3 pickles bytes for Python 2
-            ("__builtin__", "bytes"),
-        ]
-    )
+_PLAIN_DTYPES = re.compile(r"b1|[iu][1248]|f[248]|c8|c16|[SU]\d+")
+_BYTE_ORDERS = ("<", ">", "|", "=")
+_LARGEST_CHARACTER = 0x10FFFF
+
+
+class PickledDtype:
+    """Replaces `numpy.dtype` in pickles: numbers and strings, nothing else."""
+
+    def __init__(self, code: str, *flags: object) -> None:
+        if not isinstance(code, str) or not _PLAIN_DTYPES.fullmatch(code):
+            raise pickle.UnpicklingError(f"the dtype {code!r} is not allowed")
+        self.dtype = np.dtype(code)
+
+    def __setstate__(self, state: tuple[object, ...]) -> None:
+        """Set the byte order. Sizes follow from the code; fields and subarrays are not allowed."""
+        _, byte_order, subarray, names, fields, *_ = state
+        if byte_order not in _BYTE_ORDERS or (subarray, names, fields) != (None, None, None):
+            raise pickle.UnpicklingError("a dtype with fields or subarrays is not allowed")
+        self.dtype = self.dtype.newbyteorder(byte_order)
+
+
+class PickledArray(np.ndarray):
+    """Replaces `numpy.ndarray` and its `_reconstruct` in pickles: an empty array whose content is set by its state."""
+
+    def __new__(cls, *arguments: object) -> PickledArray:
+        return super().__new__(cls, 0)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        version, shape, dtype, is_fortran, content = state
+        array = _pickled_values(content, dtype, shape, "F" if is_fortran else "C")
+        super().__setstate__((version, array.shape, array.dtype, bool(is_fortran), array.tobytes("A")))
+
+
+def _pickled_scalar(dtype: PickledDtype, content: bytes | str) -> bool | int | float | complex | bytes | str:
+    """Replaces `numpy.core.multiarray.scalar`: the Python value."""
+    return _pickled_values(content, dtype, (), "C").item()
+
+
+def _pickled_buffer(content: bytes, dtype: PickledDtype, shape: tuple[int, ...], order: Literal["C", "F"]) -> Any:
+    """Replaces `numpy.core.numeric._frombuffer`."""
+    return _pickled_values(content, dtype, shape, order)
+
+
+def _pickled_values(
+    content: bytes | str, dtype: PickledDtype, shape: tuple[int, ...], order: Literal["C", "F"]
+) -> np.ndarray:
+    if isinstance(content, str):  # bytes of Python 2
+        content = content.encode("latin1")
+    values = np.frombuffer(content, dtype.dtype).reshape(shape, order=order)
+    if values.dtype.kind == "U" and values.size:
+        characters = np.frombuffer(content, np.dtype(np.uint32).newbyteorder(values.dtype.byteorder))
+        if characters.max() > _LARGEST_CHARACTER:
+            raise pickle.UnpicklingError("a string has invalid characters")
+    return values
+
+
+def _pickled_bytes(text: str, encoding: str) -> bytes:
+    """Replaces `_codecs.encode`, by which Python 3 pickles bytes for Python 2."""
+    return text.encode({"latin1": "latin1", "latin-1": "latin1"}[encoding])
+
+
+class PickledDict(dict):
+    """Replaces `collections.OrderedDict`. Attributes, such as the `_metadata` of PyTorch's state dicts, are dropped."""
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
+# By the names of NumPy 1; NumPy 2 renamed numpy.core to numpy._core.
+NUMPY_IN_PICKLES: dict[str, Any] = {
+    "numpy.ndarray": PickledArray,
+    "numpy.dtype": PickledDtype,
+    "numpy.core.multiarray._reconstruct": PickledArray,
+    "numpy.core.multiarray.scalar": _pickled_scalar,
+    "numpy.core.numeric._frombuffer": _pickled_buffer,
+}
+
+
+class RestrictedUnpickler(pickle.Unpickler):
+    """Unpickle plain values and arrays of numbers and strings. Other classes are rejected, so no code is executed.
+
+    Scalars of NumPy become Python values.
+    """
+
+    ALLOWED: ClassVar[dict[str, Any]] = {
+        **NUMPY_IN_PICKLES,
+        "collections.OrderedDict": PickledDict,
+        "_codecs.encode": _pickled_bytes,
+        "__builtin__.bytes": bytes,
+    }
 
     def find_class(self, module: str, name: str) -> Any:
-        module = module.replace("numpy.core", "numpy._core")  # renamed in numpy 2
-        if (module, name) not in self.ALLOWED:
-            raise pickle.UnpicklingError(f"{module}.{name} is not allowed")
-        return super().find_class(module, name)
+        full_name = f"{module}.{name}".replace("numpy._core.", "numpy.core.")
+        if full_name not in self.ALLOWED:
+            raise pickle.UnpicklingError(f"{full_name} is not allowed")
+        return self.ALLOWED[full_name]
 
 
 def read_pickle(path: str | Path, encoding: str = "latin1") -> Any:

@@ -34,6 +34,9 @@ from detector.errors import UserError
 BODY = "backbone.body."
 RPN_HEAD = "proposal_generator.rpn_head."
 PREDICTOR = "roi_heads.box_predictor."
+WRAPPERS = ("module.", "model.")  # of DataParallel and of Lightning, where all names have it
+WRAPPER_DEPTH = 2  # how often a model may be wrapped
+COMPILED = "_orig_mod."  # of torch.compile, also inside a name
 FOLDED_VARIANCE = 1 - NORM_EPS  # variance + epsilon is exactly 1
 
 BLOCK = re.compile(r"layer(?P<stage>[1-4])\.(?P<block>\d+)\.(?P<rest>.+)")
@@ -204,6 +207,16 @@ _CAFFE_ATTENTION_LAYERS = {
 }
 
 
+def strip_wrappers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Remove the prefixes that modules around a model (`WRAPPERS`) and `torch.compile` give to its names."""
+    tensors = {name.replace(COMPILED, ""): value for name, value in tensors.items()}
+    for _ in range(WRAPPER_DEPTH):
+        for prefix in WRAPPERS:
+            if all(name.startswith(prefix) for name in tensors):
+                tensors = {name.removeprefix(prefix): value for name, value in tensors.items()}
+    return tensors
+
+
 def to_detector_names(
     tensors: dict[str, Tensor],
     model_names: Iterable[str],
@@ -227,8 +240,7 @@ def to_detector_names(
     def has(*prefixes: str) -> bool:
         return any(name.startswith(prefixes) for name in tensors)
 
-    if all(name.startswith("module.") for name in tensors):  # DataParallel's prefix
-        tensors = {name.removeprefix("module."): value for name, value in tensors.items()}
+    tensors = strip_wrappers(tensors)
     if has(VL_BERT):
         return from_vl_bert(tensors), "VL-BERT"
     if has("bert.bert.", f"{REGION_NETWORK}after_roi_align."):

@@ -23,7 +23,6 @@ import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -135,15 +134,23 @@ def read_detectron(paths: list[Path], size_of: dict[str, tuple[int, int]]) -> It
 
     ".npz" may be absent; the images of COCO are "COCO_train2014_000000000009.jpg.npz", and their ids are numbers.
     """
+    from detector.checkpoint import load_torch  # late: it takes seconds
+
     for path in paths:
-        for name, entry in _load_torch(path).items():
-            image_id = re.sub(r"^COCO_[a-z]+\d{4}_0*|\.(png|jpg)(\.npz)?$", "", name)
-            features, boxes, scores = (np.asarray(one) for one in entry)
-            width, height = np.ceil(boxes[:, 2:].max(axis=0)).astype(int).tolist()
+        with reading(path, pickle.UnpicklingError, RuntimeError, EOFError, ValueError):
+            content, _ = load_torch(path)
+        if not isinstance(content, dict):
+            raise UserError(f"{path}: contains no dict of images; give VisualBERT's file of features.")
+        for name, entry in content.items():
+            image_id = re.sub(r"^COCO_[a-z]+\d{4}_0*|\.(png|jpg)(\.npz)?$", "", str(name))
+            where = f"{path}: {image_id}"
+            with reading(where, TypeError, ValueError, IndexError):
+                features, boxes, scores = (np.asarray(one) for one in entry)
+                width, height = np.ceil(boxes[:, 2:].max(axis=0)).astype(int).tolist()
             height, width = size_of.get(image_id, (height, width))
             if scores.shape != (len(boxes),):
                 scores = None  # per class: the predicted class is unknown
-            yield _region_features(image_id, (height, width), boxes, features, f"{path}: {image_id}", scores)
+            yield _region_features(image_id, (height, width), boxes, features, where, scores)
 
 
 def read_ban(path: Path, ids: Path) -> Iterator[RegionFeatures]:
@@ -203,16 +210,3 @@ def _region_features(
     regions = RegionFeatures(image_id, size, **{name: values.astype(np.float32) for name, values in columns.items()})
     regions.check(image_id, where)
     return regions
-
-
-def _load_torch(path: Path) -> dict[str, Any]:
-    import torch  # late: it takes seconds
-
-    reconstruct = np.zeros(0).__reduce__()[0]
-    names = [(reconstruct, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
-    kinds = [type(np.dtype(code)) for code in ("f2", "f4", "f8", "i4", "i8")]
-    with (
-        reading(path, pickle.UnpicklingError, RuntimeError, EOFError),
-        torch.serialization.safe_globals([*names, np.ndarray, np.dtype, *kinds]),
-    ):
-        return torch.load(path, map_location="cpu", weights_only=True)

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import argparse
 import copy
 import sys
-from pathlib import Path
+from collections import OrderedDict
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from detector.errors import MissingFileError, UserError
 from detector.faster_rcnn import FasterRCNN
 from e2e_vl.parts import DETECTORS
 from tests.detector import published
+from tests.detector.test_io import LYING_DTYPES, scalar
 
 TREE = {
     "RESNETS": {"DEPTH": 18, "NORM": "BN", "STEM_OUT_CHANNELS": 8, "RES2_OUT_CHANNELS": 8, "WIDTH_PER_GROUP": 4},
@@ -93,6 +96,54 @@ def test_files_that_are_not_weights(tmp_path: Path, plain: FasterRCNN):
     for name, fault in faults.items():
         with pytest.raises(UserError, match=f"{name}.*{fault}"):
             load_checkpoint(plain, tmp_path / name)
+
+
+class Settings(dict):
+    """Settings of a training, as frameworks save them beside the weights."""
+
+
+class Slots:
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 3
+
+
+WEIGHTS = {"a.w": torch.ones(2)}
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"model": WEIGHTS, "args": argparse.Namespace(lr=1.0, path=PurePosixPath("x"))},
+        {"model": WEIGHTS, "best": np.float64(2), "losses": np.arange(3.0), "names": np.array(["a"])},
+        {"state_dict": {f"model.{name}": value for name, value in WEIGHTS.items()}, "hyper_parameters": Settings(a=1)},
+        {"net": {f"module._orig_mod.{name}": value for name, value in WEIGHTS.items()}, "settings": Slots()},
+        {"model_state_dict": OrderedDict(WEIGHTS), "epoch": 3, "optimizer": {"state": {}}},
+        {"model": {"state_dict": {"a._orig_mod.w": torch.ones(2)}}},
+    ],
+)
+def test_weights_are_read_whatever_is_beside_and_around_them(tmp_path: Path, content: dict, is_zip: bool):
+    torch.save(content, tmp_path / "a.pth", _use_new_zipfile_serialization=is_zip)
+    assert list(read_tensors(tmp_path / "a.pth")) == ["a.w"]
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ({"model": WEIGHTS, "net": WEIGHTS}, "has weights under model and net"),
+        (torch.nn.Linear(2, 2), r"torch\.nn\.modules\.linear\.Linear.* instead of a state dict"),
+        ({"model": WEIGHTS, "x": np.array([1, "a"], dtype=object)}, "dtype 'O8' is not allowed"),
+        ({"model": WEIGHTS, "x": scalar(LYING_DTYPES["record of objects"])}, "dtype 'V8' is not allowed"),
+        ({0: torch.ones(2)}, "0 is not a tensor"),
+        ({"model": {}}, "'model' is not a tensor"),
+    ],
+)
+def test_what_is_refused_is_named(tmp_path: Path, content: object, fault: str):
+    torch.save(content, tmp_path / "a.pth")
+    with pytest.raises(UserError, match=rf"a\.pth: .*{fault}"):
+        read_tensors(tmp_path / "a.pth")
 
 
 def test_a_backbone_alone_from_a_detector_of_other_classes(tmp_path: Path, plain: FasterRCNN):

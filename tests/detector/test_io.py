@@ -94,6 +94,7 @@ ARRAYS = {
     "fortran": np.asfortranarray(np.arange(6, dtype=np.float64).reshape(2, 3)),
     "flags": np.array([True, False]),
     "empty": np.zeros((0, 4), dtype=np.float32),
+    "text": np.array(["größer", ""]),
 }
 
 
@@ -103,6 +104,7 @@ def test_arrays_of_every_protocol(tmp_path: Path, protocol: int):
     (tmp_path / "a.pkl").write_bytes(pickle.dumps(content, protocol))
     read = read_pickle(tmp_path / "a.pkl")
     assert (read["__author__"], read["scalar"], read["more"]) == ("someone", 2.5, [1, (2, None)])
+    assert type(read["scalar"]) is float
     for name, array in ARRAYS.items():
         assert np.array_equal(read["model"][name], array) and read["model"][name].dtype == array.dtype
 
@@ -142,6 +144,76 @@ def test_other_classes_are_refused_and_not_run(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(UserError, match=r"a\.pkl: .* is not allowed"):
         read_pickle(tmp_path / "a.pkl")
     assert not (tmp_path / "bomb-went-off").exists()
+
+
+class Call:
+    """Pickled as a call of a function, with a state that the result gets."""
+
+    def __init__(self, function: object, arguments: tuple, state: object = None) -> None:
+        self.function, self.arguments, self.state = function, arguments, state
+
+    def __reduce__(self):
+        return (self.function, self.arguments) if self.state is None else (self.function, self.arguments, self.state)
+
+
+def lying_dtype(code: str, *state: object) -> Call:
+    return Call(np.dtype, (code, False, True), (3, *state))
+
+
+def scalar(dtype: Call, content: bytes = b"A" * 8) -> Call:
+    return Call(np.float32(1).__reduce__()[0], (dtype, content))
+
+
+def array(shape: tuple, dtype: object, content: object) -> Call:
+    return Call(np.zeros(0).__reduce__()[0], (np.ndarray, (0,), b"b"), (1, shape, dtype, False, content))
+
+
+AN_OBJECT = {"a": (np.dtype("O"), 0)}
+# of an array of objects whose addresses are in the file
+LYING_DTYPES = {
+    "record of objects": lying_dtype("V8", "|", None, ("a",), AN_OBJECT, 8, 1, 0),
+    "number with fields": lying_dtype("f8", "<", None, ("a",), AN_OBJECT, 8, 8, 63),
+    "subarray of objects": lying_dtype("f8", "<", (np.dtype("O"), (1,)), None, None, 8, 8, 63),
+    "object": lying_dtype("O", "|", None, None, None, 8, 8, 0),
+    "date": lying_dtype("M8", "<", None, None, None, -1, -1, 0),
+    "fields by name": Call(np.dtype, ({"names": ["a"], "formats": ["O"]},)),
+}
+
+
+@pytest.mark.parametrize("protocol", [2, 5])
+@pytest.mark.parametrize("kind", LYING_DTYPES)
+def test_a_dtype_that_lies_is_refused(tmp_path: Path, kind: str, protocol: int):
+    """NumPy would take the eight bytes "AAAAAAAA" for the address of an object, and the process would end."""
+    dtype = LYING_DTYPES[kind]
+    contents = [scalar(dtype), array((1,), dtype, b"A" * 8), Call(OrderedDict, (array((1,), dtype, b"A" * 8),))]
+    for content in contents:
+        (tmp_path / "a.p").write_bytes(pickle.dumps([content], protocol))
+        with pytest.raises(UserError, match=r"a\.p: .*is not allowed"):
+            read_pickle(tmp_path / "a.p")
+
+
+@pytest.mark.parametrize(
+    ("content", "value"),
+    [
+        (scalar(lying_dtype("f8", "<", None, None, None, -1, -1, 63)), 2261634.5098039214),  # flags of objects
+        (scalar(lying_dtype("S8", "|", None, None, None, -800, 1, 0)), b"A" * 8),  # another size
+        (Call(np.ndarray, ((3,), "O")), []),
+        (Call(OrderedDict, (), {"items": 3}), {}),
+        (Call(OrderedDict, (), (None, {"__class__": np.ndarray})), {}),
+    ],
+)
+def test_false_state_has_no_effect(tmp_path: Path, content: Call, value: object):
+    (tmp_path / "a.p").write_bytes(pickle.dumps(content, 2))
+    read = read_pickle(tmp_path / "a.p")
+    assert (read.tolist() if isinstance(read, np.ndarray) else read) == value
+
+
+@pytest.mark.parametrize("shape", [(2,), (-2, -1), (2**32, 2**32), (2**62,), "x"])
+def test_arrays_of_another_size_than_their_content_are_damaged(tmp_path: Path, shape: tuple):
+    for content in (b"A" * 8, [1]):
+        (tmp_path / "a.p").write_bytes(pickle.dumps(array(shape, np.dtype("f8"), content), 2))
+        with pytest.raises(UserError, match=r"a\.p: damaged"):
+            read_pickle(tmp_path / "a.p")
 
 
 @pytest.fixture
