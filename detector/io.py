@@ -312,6 +312,11 @@ def _sync_all(folder: Path) -> None:
     _sync(folder)
 
 
+def flush_to_disk(path: Path) -> None:
+    """Make the content of a file survive a power cut."""
+    _sync(path)
+
+
 def _sync(path: Path) -> None:
     """Flush a file, or the entries of a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)

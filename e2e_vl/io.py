@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from detector.errors import MissingFileError, UserError, reading, user_path
-from detector.io import atomic_file, decode_json, json_text, read_json, write_json, write_text
+from detector.io import atomic_file, decode_json, flush_to_disk, json_text, read_json, write_json, write_text
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -130,6 +130,11 @@ class RunLog:
         if self.enabled:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json_text({"step": step, "kind": kind, **replace_nan(values)}, str(self.path)) + "\n")
+
+    def flush_to_disk(self) -> None:
+        """Make the lines survive a power cut. Without it, a checkpoint could be ahead of the log."""
+        if self.enabled:
+            flush_to_disk(self.path)
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ addresses is configs/downloads.yaml.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import shutil
 import sys
@@ -23,7 +24,7 @@ import zipfile
 import zlib
 from pathlib import Path
 
-from detector.errors import MissingFileError, StoppedRunError, UserError
+from detector.errors import MissingFileError, UserError
 from detector.io import read_yaml
 from detector.zoo import file_difference
 from e2e_vl.cli.main import make_parser, print_errors
@@ -231,7 +232,7 @@ def answer(address: str, size: int | None) -> str:
         return f"does not answer: {why(error)}"
 
 
-@print_errors
+@functools.partial(print_errors, advice="Repeat the command, which goes on.")
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser = make_parser(__doc__, prog)
     parser.add_argument("names", nargs="*", metavar="NAME", help="sets or single files; without any: list them")
@@ -272,8 +273,6 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
             raise UserError(
                 f"{data}: the disk is full; free some space and repeat the command, which goes on."
             ) from error
-        except KeyboardInterrupt:
-            raise StoppedRunError("Stopped; repeat the command, which goes on.", 130) from None
     for file in files.values():
         file.make_links(data)
     return 2 if failed else 0

@@ -10,6 +10,7 @@ One image and many images (a folder, or --images with a list or a COCO file) hav
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -197,7 +198,7 @@ def many_images_parser(prog: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
-@print_errors
+@functools.partial(print_errors, advice="Repeat the command, which goes on.")
 def many_images(argv: list[str] | None = None, prog: str | None = None) -> int:
     args = many_images_parser(prog).parse_args(argv)
     settings = extraction_settings(args)

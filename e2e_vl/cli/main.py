@@ -14,12 +14,14 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from detector.errors import StoppedRunError, UserError
 from e2e_vl import __version__
+from e2e_vl.terminal import lasting_output, make_stopped_error, stopped_by_signals
 
 # errors whose message is shown without a traceback
 EXPECTED_ERRORS = (UserError, ChildProcessError, ConnectionError, FloatingPointError, MemoryError)
@@ -40,28 +42,38 @@ def parse_with_settings(parser: argparse.ArgumentParser, argv: list[str] | None)
     return args
 
 
-def print_errors(main: Callable[..., int]) -> Callable[..., int]:
+def print_errors(main: Callable[..., int], advice: str = "") -> Callable[..., int]:
     """Print expected errors, and errors of the operating system, without a traceback and exit with status 2.
 
-    Every other error is a bug and keeps its traceback. A run stopped by a signal exits with that signal's status.
+    Every other error is a bug and keeps its traceback. A command that a signal stopped says so in one sentence, then
+    `advice`, and exits with the signal's status. Output whose reader has gone stops nothing.
     """
 
     @functools.wraps(main)
     def wrapped(*args: Any, **kwargs: Any) -> int:
-        try:
-            return main(*args, **kwargs)
-        except StoppedRunError as stopped:
-            if str(stopped):
-                print(stopped, file=sys.stderr)
-            return stopped.status
-        except (*EXPECTED_ERRORS, OSError) as error:
-            if not isinstance(error, EXPECTED_ERRORS) and error.errno is None:  # raised by a library
-                raise
-            message = str(error) or f"{type(error).__name__}: out of memory, or the system gave no reason."
-            print(f"error: {message}", file=sys.stderr)
-            return 2
+        with lasting_output():
+            try:
+                with stopped_by_signals(advice):
+                    return main(*args, **kwargs)
+            except KeyboardInterrupt:
+                return print_stop(make_stopped_error(signal.SIGINT, advice))
+            except StoppedRunError as stopped:
+                return print_stop(stopped)
+            except (*EXPECTED_ERRORS, OSError) as error:
+                if not isinstance(error, EXPECTED_ERRORS) and error.errno is None:  # raised by a library
+                    raise
+                message = str(error) or f"{type(error).__name__}: out of memory, or the system gave no reason."
+                print(f"error: {message}", file=sys.stderr)
+                return 2
 
     return wrapped
+
+
+def print_stop(stopped: StoppedRunError) -> int:
+    """Print why a command was stopped; returns its exit status."""
+    if str(stopped):
+        print(stopped, file=sys.stderr)
+    return stopped.status
 
 
 # name -> function (imported when called) and description

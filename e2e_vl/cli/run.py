@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import sys
 from pathlib import Path
 
 from e2e_vl.cli.main import make_parser, parse_with_settings, print_errors
@@ -54,7 +54,7 @@ both runs.
 """
 
 
-@print_errors
+@functools.partial(print_errors, advice="--resume continues from the newest checkpoint.")
 def train(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser = make_parser(TRAIN, prog)
     parser.add_argument("--config", required=True, help="YAML file of the run")
@@ -73,14 +73,9 @@ def train(argv: list[str] | None = None, prog: str | None = None) -> int:
         refuse_to_overwrite(Path(config.output))  # likewise
     # suppress DDP's warning on every process that find_unused_parameters found none
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    try:
-        from e2e_vl.run.train import train as train_run  # late: imports torch
+    from e2e_vl.run.train import train as train_run  # late: imports torch
 
-        train_run(config, resume=args.resume)
-    except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0":  # print once
-            print("interrupted; --resume continues from the newest checkpoint", file=sys.stderr)
-        return 130
+    train_run(config, resume=args.resume)
     return 0
 
 

@@ -143,6 +143,14 @@ class Evaluation:
             write_json(unreadable, [dataclasses.asdict(one) for one in self.unreadable])
 
 
+class InterruptedEvaluationError(Exception):
+    """A process received a signal, so the evaluation was given up between two batches, on all processes."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(f"received signal {signal_number}")
+        self.signal_number = signal_number
+
+
 def evaluate_splits(
     config: RunConfig,
     run: Run,
@@ -151,6 +159,7 @@ def evaluate_splits(
     max_images: int | None = None,
     output: Path | None = None,
     show: Callable[[list[Prediction], str], None] | None = None,
+    received_signal: Callable[[], int | None] = lambda: None,
 ) -> dict[str, Any]:
     """Evaluate all of `data.eval_splits` with all of `eval.boxes`, on `run.eval_data`.
 
@@ -161,9 +170,13 @@ def evaluate_splits(
         max_images: evaluate only the first `max_images` images of each split; None = all.
         output: folder for `predictions_<split>_<boxes>.json`; None writes nothing.
         show: called on the main process with the predictions of each split and box source, and their name.
+        received_signal: the number of a signal that this process has received, or None; it is called before each batch.
 
     Returns:
         The metrics of all splits, including the loss if `train.keep_best` names it.
+
+    Raises:
+        InterruptedEvaluationError: a process has received a signal.
     """
     metrics: dict[str, Any] = {}
     best = MetricName.read(config.train.keep_best or "")
@@ -174,6 +187,7 @@ def evaluate_splits(
                 *(config, run.model, run.eval_data[split, boxes], accelerator, split, boxes),
                 max_images=max_images,
                 with_loss=needs_loss,
+                received_signal=received_signal,
             )
             metrics |= evaluation.metrics
             if accelerator.is_main_process:
@@ -196,12 +210,14 @@ def evaluate_split(
     max_images: int | None = None,
     with_loss: bool = False,
     skip_broken: bool = True,
+    received_signal: Callable[[], int | None] = lambda: None,
 ) -> Evaluation:
     """Predictions and metrics of one split.
 
     Args:
         with_loss: include the loss if any text has a target.
         skip_broken: skip missing and unreadable images; False: raise an error.
+        received_signal: see `evaluate_splits`.
     """
     losses = LossSums() if with_loss else None
     unreadable: list[Unreadable] = []
@@ -211,6 +227,7 @@ def evaluate_split(
         name=f"{split}, {boxes}",
         losses=losses,
         unreadable=unreadable if skip_broken else None,
+        received_signal=received_signal,
     )
     scores = on_main(accelerator, lambda: compute_metrics(model.task, predictions))
     if unreadable:
@@ -263,6 +280,7 @@ def predict_texts(
     name: str = "evaluation",
     losses: LossSums | None = None,
     unreadable: list[Unreadable] | None = None,
+    received_signal: Callable[[], int | None] = lambda: None,
 ) -> list[Prediction]:
     """Predict every text of a split, with `correct`; the result is empty on all but the main process.
 
@@ -270,6 +288,7 @@ def predict_texts(
         losses: accumulates the losses of the task and of phrases.
         unreadable: collects missing and unreadable images of all processes, which are skipped and logged; None: such
             an image raises an error.
+        received_signal: see `evaluate_splits`.
     """
     skipped = None if unreadable is None else []
     loader = make_loader(config, examples, accelerator, max_images=max_images, unreadable=skipped)
@@ -282,6 +301,8 @@ def predict_texts(
     bar = tqdm(loader, desc=name, unit="batch", leave=False, delay=1, disable=not accelerator.is_local_main_process)
     with torch.no_grad(), accelerator.autocast(), bar:
         for batch in bar:
+            if received_signal() is not None:
+                break
             batch = batch.to(accelerator.device)
             output = model(batch, output_attentions=model.task.reads_attention).on_cpu()
             output = add_grounded_phrases(output)
@@ -289,6 +310,9 @@ def predict_texts(
             if losses is not None:
                 losses.add(output.task_losses)
     model.train(was_training)
+    signal_numbers = [number for number in gather_object([received_signal()]) if number is not None]
+    if signal_numbers:
+        raise InterruptedEvaluationError(signal_numbers[0])
     predictions = gather_to_main(accelerator, predictions)
     if unreadable is not None:
         unreadable += sorted(gather_object(skipped), key=lambda one: one.texts)

@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,12 +14,16 @@ from typing import Self
 
 from filelock import FileLock, Timeout
 
-from detector.errors import MissingFileError, StoppedRunError, UserError
+from detector.errors import MissingFileError, UserError
 from e2e_vl.config import BoxSource, RunConfig
 from e2e_vl.data.batching import ExampleDataset
 from e2e_vl.io import LOCK_FILE
 from e2e_vl.run.build import Run
 from e2e_vl.structures import Batch
+from e2e_vl.terminal import PATIENCE, STOP_SIGNALS, handling_signals, make_stopped_error
+
+# variables that `accelerate launch`, torchrun and `e2e-vl --num-processes` set
+LAUNCHED = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID", "E2E_VL_PROCESSES")
 
 
 @contextlib.contextmanager
@@ -68,45 +71,48 @@ def check_images(config: RunConfig, run: Run) -> None:
 class StopSignals:
     """A context in which SIGTERM, SIGINT (Ctrl-C) and SIGHUP request a checkpoint and the end of the run.
 
+    A second signal of the same kind, after PATIENCE, ends the run at once. One of another kind does not: after Ctrl-C
+    the launcher dies first, and the terminal then sends SIGHUP.
+
     Attributes:
-        number: number of the received signal; None: no signal yet.
+        number: number of the first signal; None: no signal yet.
         at_once: a signal ends the run at once, because a checkpoint of this step exists.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    PATIENCE = 2.0  # seconds; launchers forward Ctrl-C, so it arrives twice in quick succession
+    SIGNALS = STOP_SIGNALS
+    PATIENCE = PATIENCE  # seconds
 
     def __init__(self) -> None:
         self.number: int | None = None
         self.at_once = False
-        self._came_at = 0.0
-        self._previous: dict[int, object] = {}
+        self._arrivals: dict[int, float] = {}  # when each kind of signal came first
+        self._context = contextlib.ExitStack()
+        # what started this process, if it was a launcher, which has to live as long as the process
+        self._launcher = os.getppid() if any(name in os.environ for name in LAUNCHED) else None
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # Python allows handlers in no other thread
-            for number in self.SIGNALS:
-                if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup and in the background
-                    self._previous[number] = signal.signal(number, self._handle)
+        self._context.enter_context(handling_signals(self._handle))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        self._context.close()
+
+    def received(self) -> int | None:
+        """The number of the first signal, or None; SIGHUP if the launcher has died without one (`kill LAUNCHER`)."""
+        if self.number is None and self._launcher is not None and os.getppid() != self._launcher:
+            self.number = STOP_SIGNALS[-1]
+        return self.number
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        is_repeated = self.number is not None and time.monotonic() - self._came_at > self.PATIENCE
+        now = time.monotonic()
+        is_repeated = now - self._arrivals.setdefault(number, now) > self.PATIENCE
         if self.at_once or is_repeated:
             raise make_stopped_error(number, "--resume continues from the newest checkpoint.")
         if self.number is None:
-            self.number, self._came_at = number, time.monotonic()
+            self.number = number
             if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
-                os.write(2, b"\nsaving a checkpoint after this step; Ctrl-C again stops at once\n")
-
-
-def make_stopped_error(number: int, advice: str) -> StoppedRunError:
-    """The exception of a run that a signal stopped; the exit status is 128 + the signal, as in shells."""
-    is_main = os.environ.get("RANK", "0") == "0"
-    return StoppedRunError(f"stopped by {signal.Signals(number).name}. {advice}" if is_main else "", 128 + number)
+                with contextlib.suppress(OSError):  # the terminal may have gone
+                    os.write(2, b"\nsaving a checkpoint after this step; Ctrl-C again stops at once\n")
 
 
 # NaN and infinite values

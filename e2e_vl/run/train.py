@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import torch
@@ -38,15 +38,17 @@ from e2e_vl.model import VisionLanguageModel
 from e2e_vl.parts import check_name
 from e2e_vl.run import checkpoint as checkpoints
 from e2e_vl.run.build import Run, build_eval_data, build_run, resolve_config
-from e2e_vl.run.evaluate import LOSS, MetricName, evaluate_splits, phrase_weights
-from e2e_vl.run.guards import FiniteCheck, StopSignals, check_images, make_stopped_error, run_lock
+from e2e_vl.run.evaluate import LOSS, InterruptedEvaluationError, MetricName, evaluate_splits, phrase_weights
+from e2e_vl.run.guards import FiniteCheck, StopSignals, check_images, run_lock
 from e2e_vl.run.launch import make_accelerator, on_main
 from e2e_vl.run.optim import build_optimizer, build_schedule, objective_weights
 from e2e_vl.run.trackers import describe_finished_run, describe_results, describe_run, flatten_settings, track_pictures
 from e2e_vl.structures import Batch
+from e2e_vl.terminal import STOP_SIGNALS, lasting_output, make_stopped_error
 from e2e_vl.weights.loading import check_answers, check_vocabulary
 
 
+@lasting_output()
 def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
     """Train a model in the run directory `config.output`.
 
@@ -259,9 +261,7 @@ class Trainer:
                 self.log_training(values, bar)
                 self.seconds_training += time.perf_counter() - since
                 if signal_number:
-                    self.save()
-                    self.accelerator.end_training()
-                    raise make_stopped_error(signal_number, f"--resume continues from step {self.step}.")
+                    self.stop_run(signal_number)
                 if self.step == self.total_steps:
                     break
                 # save before the evaluation, so that its failure loses nothing
@@ -314,12 +314,14 @@ class Trainer:
                 losses = sorted({**task_losses, **detection_losses}.items())
                 # means are over the items of a micro-batch on all processes; micro-batches have equal weights
                 sums = [torch.stack([one.total.detach().float(), one.count.float()]) for _, one in losses]
-                # the signal that a process has received travels with the losses: its number, and 1
-                stop = torch.tensor([float(self.stop.number or 0), float(self.stop.number is not None)])
-                sums.append(stop.to(accelerator.device, non_blocking=True))
+                # the signals that processes have received travel with the losses: how many have received each kind
+                received = self.stop.received()
+                stops = torch.tensor([[float(number == received), 0.0] for number in STOP_SIGNALS])
+                sums += stops.to(accelerator.device, non_blocking=True)
                 rows = accelerator.reduce(torch.stack(sums), reduction="sum")
-                totals, counts = rows[:-1].unbind(dim=1)
-                logged["stop"] = rows[-1, 0] / rows[-1, 1].clamp(min=1)
+                totals, counts = rows[: len(losses)].unbind(dim=1)
+                for stop_signal, processes in zip(STOP_SIGNALS, rows[len(losses) :, 0], strict=True):
+                    logged[stop_signal.name] = processes
                 loss = torch.zeros((), device=accelerator.device)
                 for (name, one), total, count in zip(losses, totals, counts, strict=True):
                     divisor = count.clamp(min=1) * len(micro_batches)
@@ -333,7 +335,7 @@ class Trainer:
         # the only host-device synchronisation in this function: the values are checked before the update
         numbers = torch.stack([value.float() for value in logged.values()]).tolist()
         values = dict(zip(logged, numbers, strict=True))
-        signal_number = int(values.pop("stop"))
+        stop_signals = [number for number in STOP_SIGNALS if values.pop(number.name)]
         is_finite = self.check_finite(values, self.step + 1, micro_batches)
         self.optimizer.step()  # skipped by the scaler in fp16 if gradients overflowed
         self.optimizer.zero_grad(set_to_none=True)
@@ -346,7 +348,7 @@ class Trainer:
         else:
             del values["grad_norm"]
             self.skipped_steps += 1
-        return values, signal_number
+        return values, stop_signals[0] if stop_signals else 0
 
     def is_due(self, every_epochs: float) -> bool:
         return every_epochs > 0 and self.step % max(round(every_epochs * self.steps_per_epoch), 1) == 0
@@ -367,19 +369,24 @@ class Trainer:
 
     def evaluate(self, max_images: int | None, *, final: bool = False) -> dict[str, Any]:
         """Evaluate the current model, log the metrics, and save it if it is the best so far. `max_images`: maximum
-        number of images per split; None = all.
+        number of images per split; None = all. A signal ends the evaluation and the run, after a checkpoint if there is
+        none of this step; --resume makes the evaluation again.
         """
         self.stop.at_once = self.saved_step == self.step
-        metrics = evaluate_splits(
-            self.config,
-            self.built,
-            self.accelerator,
-            max_images=max_images,
-            output=self.output if final else None,
-            show=lambda records, name: track_pictures(
-                self.accelerator, self.built.model.task, records, name, self.step
-            ),
-        )
+        try:
+            metrics = evaluate_splits(
+                self.config,
+                self.built,
+                self.accelerator,
+                max_images=max_images,
+                output=self.output if final else None,
+                show=lambda records, name: track_pictures(
+                    self.accelerator, self.built.model.task, records, name, self.step
+                ),
+                received_signal=self.stop.received,
+            )
+        except InterruptedEvaluationError as interrupted:
+            self.stop_run(interrupted.signal_number)
         self.stop.at_once = False
         is_comparable = max_images == self.eval_images  # metrics over different images are not comparable
         self.log.write(self.step, "eval" if is_comparable else "final", metrics)
@@ -389,10 +396,17 @@ class Trainer:
                 self.best.write(lambda folder: checkpoints.save_model(folder, *self.parts))
         return metrics
 
+    def stop_run(self, signal_number: int) -> NoReturn:
+        """Save a checkpoint and end the run, after a signal."""
+        self.save()
+        self.accelerator.end_training()
+        raise make_stopped_error(signal_number, f"--resume continues from step {self.step}.")
+
     def save(self) -> None:
-        """Save a checkpoint of this step, unless there is one."""
+        """Save a checkpoint of this step, unless there is one; the log goes to disk first, so that both agree."""
         if self.saved_step == self.step:
             return
+        self.log.flush_to_disk()
         folder = self.output / "checkpoints" / f"step_{self.step:08d}"
         position = {name: getattr(self, name) for name in self.POSITION}
         position |= {"order": self.order, "best": self.best.state_dict()}

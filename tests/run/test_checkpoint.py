@@ -139,17 +139,25 @@ def test_a_run_that_is_killed_while_it_saves(uninterrupted, stopped):
 
 
 def test_signals_end_a_run_and_nothing_is_lost(uninterrupted, tiny_config, monkeypatch, request):
-    """SIGTERM in a step, to all processes; then Ctrl-C in an evaluation, which is given up and made again."""
+    """SIGTERM in a step, to all processes; then in an evaluation without a checkpoint, and Ctrl-C in one with it.
+
+    The evaluation is given up and made again.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     config = tiny_config(*SETTINGS)
     step, predict = training.Trainer.train_step, evaluation.predict_texts
+    add_grounded_phrases = evaluation.add_grounded_phrases
 
     def terminated(self, micro_batches):
         if self.step == 1:
             for process in (os.getpid(), *(child.pid for child in multiprocessing.active_children())):
                 os.kill(process, signal.SIGTERM)
         return step(self, micro_batches)
+
+    def terminated_evaluation(output):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return add_grounded_phrases(output)
 
     def interrupted(*arguments, **named):
         os.kill(os.getpid(), signal.SIGINT)
@@ -160,6 +168,10 @@ def test_signals_end_a_run_and_nothing_is_lost(uninterrupted, tiny_config, monke
         train(config)
     assert caught.value.status == 143
     monkeypatch.setattr(training.Trainer, "train_step", step)
+    with monkeypatch.context() as patch, pytest.raises(StoppedRunError, match="continues from step 4"):
+        patch.setattr(evaluation, "add_grounded_phrases", terminated_evaluation)
+        train(replaced(config, train={"save_every_epochs": 0}), resume=True)
+    assert not logged(config.output, "eval")
     monkeypatch.setattr(evaluation, "predict_texts", interrupted)
     with pytest.raises(StoppedRunError, match="stopped by SIGINT") as caught:
         train(config, resume=True)

@@ -81,6 +81,25 @@ def test_a_signal_is_remembered_and_a_second_one_ends_at_once(monkeypatch, name,
         signal.signal(number, before)
 
 
+def test_a_signal_of_another_kind_is_no_second_ctrl_c(monkeypatch):
+    """After Ctrl-C `accelerate launch` dies first, and the terminal then sends SIGHUP, also when it has gone."""
+    monkeypatch.setattr(StopSignals, "PATIENCE", 0.0)
+    with StopSignals() as stop:
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        assert stop.received() == signal.SIGTERM
+        with pytest.raises(StoppedRunError, match="stopped by SIGINT"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_run_whose_launcher_was_killed_ends(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    stop = StopSignals()
+    assert stop.received() is None
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert stop.received() == signal.SIGHUP
+
+
 def test_losses_and_images_are_named():
     check = FiniteCheck(scaled=False)
     assert check({"loss": 1.0, "grad_norm": 2.0}, 1, BATCHES)

@@ -1,0 +1,121 @@
+"""The terminal of a command: output that may lose its reader, and the signals that end a command."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, TextIO
+
+from detector.errors import StoppedRunError
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGTERM))  # Windows has no SIGHUP
+READER_GONE = (errno.EPIPE, errno.EIO)  # of a pipe, and of a terminal
+Handler = Callable[[int, FrameType | None], None]
+
+
+class LastingStream:
+    """A text stream that goes silent once its reader has gone.
+
+    Without it, the progress bar of `e2e-vl train 2>&1 | tee log` would end the run with a BrokenPipeError, before the
+    checkpoint, when the terminal is closed. The file descriptor then leads to `os.devnull`, so that libraries, child
+    processes and the interpreter at its exit can go on writing, too.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with self._silenced():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._silenced():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _silenced(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in READER_GONE:
+                raise
+            with contextlib.suppress(OSError, AttributeError):  # a stream without a file descriptor
+                handle = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(handle, self._stream.fileno())
+                os.close(handle)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def lasting_output() -> Iterator[None]:
+    """Context (or decorator) in which nothing that is printed can fail because its reader has gone."""
+    before = sys.stdout, sys.stderr
+    if isinstance(sys.stdout, LastingStream) and isinstance(sys.stderr, LastingStream):
+        yield
+        return
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:  # noqa: PTH123
+        # Python sets a stream to None that was closed before it started
+        sys.stdout, sys.stderr = (LastingStream(nowhere if stream is None else stream) for stream in before)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            sys.stdout, sys.stderr = before
+
+
+@contextlib.contextmanager
+def handling_signals(handle: Handler) -> Iterator[None]:
+    """Context in which STOP_SIGNALS call `handle`, except those that are ignored (under nohup, in the background)."""
+    previous = {}
+    if threading.current_thread() is threading.main_thread():  # Python allows handlers in no other thread
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):  # None: a handler that Python cannot restore
+                previous[number] = signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+PATIENCE = 2.0  # seconds; launchers forward signals, so that one Ctrl-C may arrive twice in quick succession
+
+
+@contextlib.contextmanager
+def stopped_by_signals(advice: str = "") -> Iterator[None]:
+    """Context in which STOP_SIGNALS raise an error at once, so that half-written files are deleted.
+
+    Ctrl-C raises KeyboardInterrupt as always, the others StoppedRunError. A signal within PATIENCE after another one
+    would only interrupt the cleaning up, and is ignored.
+    """
+    arrivals: list[float] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        arrivals.append(time.monotonic())
+        if len(arrivals) > 1 and arrivals[-1] - arrivals[-2] < PATIENCE:
+            return
+        raise KeyboardInterrupt if number == signal.SIGINT else make_stopped_error(number, advice)
+
+    with handling_signals(stop):
+        yield
+
+
+def make_stopped_error(number: int, advice: str) -> StoppedRunError:
+    """The exception of a command that a signal stopped; the exit status is 128 + the signal, as in shells.
+
+    Only the main process has a message.
+    """
+    is_main = os.environ.get("RANK", "0") == "0"
+    message = f"stopped by {signal.Signals(number).name}. {advice}".rstrip()
+    return StoppedRunError(message if is_main else "", 128 + number)
