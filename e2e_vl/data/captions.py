@@ -36,9 +36,9 @@ from e2e_vl.data.base import DataFiles, DataNeeds, VLDataset, coco_image_set, sp
 from e2e_vl.data.box_checks import require_pixels
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.config import CLASS_NAMES, CaptionOptions
-from e2e_vl.data.tables import Archives, SerializedList, TextGroups, TextLines, cached_array, read_range
+from e2e_vl.data.tables import Archives, SerializedList, SkippedRecords, TextGroups, TextLines, cached_array, read_range
 from e2e_vl.data.vcr import read_detected_objects
-from e2e_vl.io import Count, Id, Name, Record, Side, Words
+from e2e_vl.io import Count, Id, Name, Record, Side
 from e2e_vl.samples import CandidateBoxes, ImageBytes, Sample, SampleImage, SampleText
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class _CaptionedRow(Record):
 
 class _CaptionRow(Record):
     image_id: Id
-    caption: Words
+    caption: str
 
 
 class _CaptionsFile(Record):
@@ -94,8 +94,13 @@ class _CaptionedImage(msgspec.Struct, array_like=True):
 
 
 class CocoCaptions(CaptionSource):
-    """COCO's `captions_*.json`: about five captions per image. Images without captions are skipped. `parts`: (caption
-    file, image folder) pairs.
+    """COCO's `captions_*.json`: about five captions per image.
+
+    Blank captions, captions of images that the file does not list, and images without captions are skipped, and their
+    numbers are logged.
+
+    Args:
+        parts: (caption file, image folder) pairs.
     """
 
     def __init__(self, parts: Sequence[tuple[Path, Path]]) -> None:
@@ -106,11 +111,21 @@ class CocoCaptions(CaptionSource):
             for row in content.images:
                 size = None if row.height is None or row.width is None else (row.height, row.width)
                 images[row.id] = _CaptionedImage(str(row.id), str(folder / row.file_name), size)
+            listed = {row.id for row in content.images}
+            skipped = SkippedRecords(path)
             for row in content.annotations:
-                captions.setdefault(row.image_id, []).append(row.caption)
+                if not row.caption.strip():
+                    skipped.add("blank captions, by image", row.image_id)
+                elif row.image_id not in listed:
+                    skipped.add("captions of images that the file does not list", row.image_id)
+                else:
+                    captions.setdefault(row.image_id, []).append(row.caption)
+            skipped.log()
         if len(captions) < len(images):
             logger.warning("%s: %d images have no caption.", parts[0][0], len(images) - len(captions))
         ids = [image_id for image_id in images if image_id in captions]
+        if not ids:
+            raise UserError(f"{parts[0][0]} has no caption of an image that it lists; use another captions file.")
         self._images = SerializedList((images[image_id] for image_id in ids), _CaptionedImage)
         self._captions = SerializedList((caption for image_id in ids for caption in captions[image_id]), str)
         self.groups = TextGroups.consecutive([len(captions[image_id]) for image_id in ids])

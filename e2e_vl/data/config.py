@@ -34,6 +34,9 @@ class VQAOptions(ImageNames, frozen=True):
     """VQA v2; {images} in a file name is the COCO image set, such as train2014."""
 
     image_name: ImageName = "COCO_{images}_{id:0>12}.jpg"
+    # questions with fewer than ten human answers repeat them in turn until there are ten, as MMF does, so that a single
+    # answer counts fully. False: answers as in the file (official); a single one is then never right.
+    repeat_answers: bool = False
 
 
 class GQAOptions(ImageNames, frozen=True):

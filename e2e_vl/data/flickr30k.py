@@ -26,7 +26,7 @@ from detector.errors import UserError
 from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, TextRecord, split_names
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.config import Flickr30KOptions
-from e2e_vl.data.tables import SerializedDict
+from e2e_vl.data.tables import SerializedDict, SkippedRecords
 from e2e_vl.io import Record, read_text
 from e2e_vl.samples import AnnotatedObjects, PhraseBoxes, SampleImage, SampleText
 
@@ -139,9 +139,12 @@ class Flickr30KDataset(RecordDataset):
         self.folder = files.path("images")
         self.annotations_folder = files.path("annotations")
         captions = list(_captions(files, split))
+        skipped = SkippedRecords(self.annotations_folder)
         annotated = {caption.image_id: None for caption in captions}
         for image_id in annotated:
-            annotated[image_id] = read_annotation(self.annotations_folder / f"{image_id}.xml")
+            image = read_annotation(self.annotations_folder / f"{image_id}.xml")
+            annotated[image_id] = self._without_odd_boxes(image, image_id, skipped)
+        skipped.log()
         self.annotated = SerializedDict(annotated.items(), AnnotatedImage, str(self.annotations_folder))
         chains = {image_id: set(itertools.chain(*image.names)) for image_id, image in annotated.items()}
         boxed = [
@@ -189,6 +192,17 @@ class Flickr30KDataset(RecordDataset):
         truth = PhraseBoxes(tuple(phrase.span for phrase, _ in boxed), tuple(boxes for _, boxes in boxed))
         everything = PhraseBoxes(tuple(phrase.span for phrase in phrases), every_box, is_complete=True)
         return SampleText(index, words, metadata, truth, phrases=everything)
+
+    def _without_odd_boxes(self, image: AnnotatedImage, image_id: str, skipped: SkippedRecords) -> AnnotatedImage:
+        """Skip and count boxes that are empty or outside the image."""
+        height, width = image.size
+        boxes = self._moved(np.array(image.boxes, dtype=np.float64).reshape(-1, 4))
+        has_area = (boxes[:, :2] < boxes[:, 2:]).all(axis=1)
+        is_inside = (boxes[:, :2] < [width, height]).all(axis=1) & (boxes[:, 2:] > 0).all(axis=1)
+        for row in np.flatnonzero(~(has_area & is_inside)).tolist():
+            skipped.add("boxes that are empty or outside the image", f"{list(image.boxes[row])} of {image_id}.xml")
+        rows = np.flatnonzero(has_area & is_inside).tolist()
+        return AnnotatedImage(image.size, [image.boxes[row] for row in rows], [image.names[row] for row in rows])
 
     def _moved(self, boxes: np.ndarray) -> np.ndarray:
         return boxes - 1 if self.options.coordinates == "zero_based" else boxes

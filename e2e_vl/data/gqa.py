@@ -17,18 +17,18 @@ import logging
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec import Meta, field
+from msgspec import field
 
 from detector.errors import MissingFileError, UserError, user_path
 from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, TextRecord, split_names
 from e2e_vl.data.box_checks import require_pixels
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.config import GQAOptions
-from e2e_vl.data.tables import SerializedDict, SerializedList, stream_dict
+from e2e_vl.data.tables import SerializedDict, SerializedList, SkippedRecords, stream_dict
 from e2e_vl.io import Pixel, Record, Side, Words
 from e2e_vl.samples import AnnotatedObjects, CorrectAnswer, SampleImage, SampleText
 
@@ -36,8 +36,6 @@ logger = logging.getLogger(__name__)
 
 # program steps that only read out the answer, and that the official evaluation script does not count
 _NO_STEP = re.compile("exist|query: name|choose name")
-
-_Length = Annotated[float, Meta(gt=0)]  # width or height of a box, pixels
 
 
 class _Types(Record):
@@ -83,6 +81,11 @@ class GQAQuestion(TextRecord, array_like=True):
     named: list[str] = field(default_factory=list)  # objects mentioned in the question and its full answer
 
     @property
+    def has_score(self) -> bool:
+        """Whether the official script scores its answer."""
+        return self.answer is not None and self.is_balanced
+
+    @property
     def truth(self) -> CorrectAnswer | None:
         return None if self.answer is None else CorrectAnswer(self.answer)
 
@@ -109,8 +112,8 @@ class SceneObject(Record):
     name: str
     x: Pixel
     y: Pixel
-    w: _Length
-    h: _Length
+    w: Pixel
+    h: Pixel
 
     @property
     def corners(self) -> tuple[float, float, float, float]:
@@ -123,6 +126,12 @@ class SceneGraph(Record):
     width: Side
     height: Side
     objects: dict[str, SceneObject]
+
+    def shows(self, key: str) -> bool:
+        """Whether the box of an object has an area, and reaches into the image."""
+        x1, y1, x2, y2 = self.objects[key].corners
+        has_area = x1 < x2 and y1 < y2
+        return has_area and x1 < self.width and y1 < self.height and x2 > 0 and y2 > 0
 
 
 def find_pieces(path: str | Path) -> list[Path]:
@@ -166,6 +175,23 @@ def read_entries(paths: Iterable[Path], kind: type) -> SerializedDict:
     return SerializedDict(entries, kind, ", ".join(map(str, paths)))
 
 
+def read_scene_graphs(paths: Iterable[Path]) -> SerializedDict[SceneGraph]:
+    """The scene graph of every image; the number of objects that are no candidate boxes is logged."""
+    paths = list(dict.fromkeys(paths))
+
+    def graphs() -> Iterator[tuple[str, SceneGraph]]:
+        for path in paths:
+            skipped = SkippedRecords(path)
+            for image_id, graph in stream_dict(path, SceneGraph):
+                for key in graph.objects:
+                    if not graph.shows(key):
+                        skipped.add("objects with boxes that are empty or outside the image", f"{key} of {image_id}")
+                yield image_id, graph
+            skipped.log()
+
+    return SerializedDict(graphs(), SceneGraph, ", ".join(map(str, paths)))
+
+
 class GQADataset(RecordDataset):
     """Questions of one split, or of several joined by "+", grouped by image."""
 
@@ -188,22 +214,41 @@ class GQADataset(RecordDataset):
             self.instances.require_images(self.image_ids())
             self.class_names = self.instances.class_names
         elif needs.annotations:
-            self.scene_graphs = read_entries((files.path("scene_graphs", **one) for one in self.parts), SceneGraph)
+            self.scene_graphs = read_scene_graphs(files.path("scene_graphs", **part) for part in self.parts)
             self.scene_graphs.require(self.image_ids())
         if "choices" in files and not needs.training:
-            self.choices = self._read_for_metrics(files, "choices", Choices, "validity and plausibility are")
+            paths = self._paths_for_metrics(files, "choices", "validity and plausibility are")
+            self.choices = read_entries(paths, Choices) if paths else None
         if options.grounding and not needs.training:
-            graphs = self.scene_graphs
-            self.grounding_graphs = graphs or self._read_for_metrics(files, "scene_graphs", SceneGraph, "grounding is")
+            paths = self._paths_for_metrics(files, "scene_graphs", "grounding is")
+            if paths:
+                self.grounding_graphs = self.scene_graphs or read_scene_graphs(paths)
+                self._check_named_objects(", ".join(map(str, paths)))
 
-    def _read_for_metrics(self, files: DataFiles, key: str, kind: type, left_out: str) -> SerializedDict | None:
-        """Read a file of each part for the metrics; None if one is missing, because a metric needs all of them."""
+    def _check_named_objects(self, where: str) -> None:
+        """Raise a UserError if a scene graph lacks an object that a balanced question names."""
+        for texts in self.groups:
+            questions = [self.texts[index] for index in texts]
+            questions = [question for question in questions if question.has_score]
+            if not questions:
+                continue
+            graph = self.grounding_graphs[questions[0].image_id]
+            for question in questions:
+                for key in question.named:
+                    if key not in graph.objects:
+                        raise UserError(
+                            f"{where}: image {question.image_id} has no object {key}, which question {question.id} "
+                            "names; use questions and scene graphs of one release."
+                        )
+
+    def _paths_for_metrics(self, files: DataFiles, key: str, left_out: str) -> list[Path]:
+        """The file of each part for the metrics; none if one is missing, because a metric needs all of them."""
         paths = [files.path(key, **values) for values in self.parts]
         missing = [path for path in paths if not path.is_file()]
         if missing:  # released for train and val only
             logger.warning("%s does not exist, so %s left out.", missing[0], left_out)
-            return None
-        return read_entries(paths, kind)
+            return []
+        return paths
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: GQAOptions, split: str) -> Iterable[str]:
@@ -216,7 +261,7 @@ class GQADataset(RecordDataset):
     def answers_of(cls, files: DataFiles, options: GQAOptions, split: str) -> dict[Any, str]:
         """The answers to the balanced questions: the 1,842 answers come from train_balanced+val_balanced."""
         questions = read_questions(_question_files(files, split))
-        return {one.id: one.answer for one in questions if one.is_balanced and one.answer is not None}
+        return {question.id: question.answer for question in questions if question.has_score}
 
     def image(self, name: str, text: int) -> SampleImage:
         file = self.options.file(self.folder, name)
@@ -225,16 +270,17 @@ class GQADataset(RecordDataset):
         if self.scene_graphs is None:
             return SampleImage(name, file)
         graph = self.scene_graphs[name]
-        boxes = np.array([one.corners for one in graph.objects.values()], dtype=np.float64).reshape(-1, 4)
+        shown = {key: graph.objects[key] for key in graph.objects if graph.shows(key)}
+        boxes = np.array([shown_object.corners for shown_object in shown.values()], dtype=np.float64).reshape(-1, 4)
         require_pixels(boxes, f"scene graph of image {name}")
-        ids = tuple(int(key) if key.isdecimal() else number for number, key in enumerate(graph.objects))
-        names = tuple(one.name for one in graph.objects.values())
+        ids = tuple(int(key) if key.isdecimal() else number for number, key in enumerate(shown))
+        names = tuple(shown_object.name for shown_object in shown.values())
         objects = AnnotatedObjects(boxes, f"scene graph of image {name}", ids=ids, names=names)
         return SampleImage(name, file, (graph.height, graph.width), objects)
 
     def text(self, index: int) -> SampleText:
         question, text = self.texts[index], super().text(index)
-        if question.answer is not None and question.is_balanced:
+        if question.has_score:
             if self.choices is not None:
                 text.metadata["choices"] = msgspec.to_builtins(self.choices[question.id])
             if self.grounding_graphs is not None:

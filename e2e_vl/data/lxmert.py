@@ -160,6 +160,11 @@ class ImageSentenceDataset(LXMERTDataset):
         for row in stream_list(path, _SentencesRow):
             for source, sentences in row.sentf.items():
                 labels = row.labelf.get(source) or [None] * len(sentences)
+                if len(labels) != len(sentences):
+                    raise UserError(
+                        f"{path}: {row.img_id} has {len(sentences)} sentences of {source}, but {len(labels)} labels; "
+                        "download the file again."
+                    )
                 pairs = enumerate(zip(sentences, labels, strict=True))
                 if options.sources is None or source in options.sources:
                     found += [SourcedSentence(row.img_id, source, number, *pair) for number, pair in pairs]

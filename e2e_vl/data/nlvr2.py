@@ -20,7 +20,7 @@ from detector.errors import UserError
 from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, TextRecord, split_names
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.config import NLVR2Options
-from e2e_vl.data.tables import stream_lines
+from e2e_vl.data.tables import SkippedRecords, drop_repeats, stream_lines
 from e2e_vl.io import Id, Words
 from e2e_vl.samples import CorrectChoice, SampleImage
 
@@ -55,7 +55,13 @@ class PairStatement(TextRecord):
 
 
 def read_examples(path: str | Path) -> list[PairStatement]:
-    return list(stream_lines(path, PairStatement))
+    """Read all lines; exact repeats are skipped, and their number is logged."""
+    skipped = SkippedRecords(path)
+    examples = drop_repeats(stream_lines(path, PairStatement), skipped, "examples")
+    skipped.log()
+    if not examples:
+        raise UserError(f"{path} has no examples; download it again.")
+    return examples
 
 
 class NLVR2Dataset(RecordDataset):

@@ -14,11 +14,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec import Meta
 
 from detector.errors import UserError, user_path
 from detector.io import read_json, read_pickle
@@ -26,7 +25,8 @@ from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, TextRecord
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.config import NoOptions
 from e2e_vl.data.flickr30k import AnnotatedImage, EntitySentence, read_annotation, read_sentences
-from e2e_vl.io import FourNumbers, Id, Record, Words
+from e2e_vl.data.tables import SkippedRecords, drop_repeats
+from e2e_vl.io import FourNumbers, Id, Record
 from e2e_vl.samples import PhraseBoxes, ReferredBoxes, SampleImage, SampleText
 
 
@@ -34,18 +34,21 @@ class Sentence(Record):
     """One sentence of a ref."""
 
     sent_id: Id
-    sent: Words
+    sent: str
     family: str | None = None
 
 
 class Ref(Record):
-    """One annotated object and the sentences about it; in gRefCOCO a list of objects, [-1] for none."""
+    """One annotated object and the sentences about it; in gRefCOCO a list of objects, [-1] for none.
+
+    gRefCOCO's file has refs without sentences.
+    """
 
     ref_id: Id
     ann_id: Id | list[Id]
     image_id: Id
     split: str
-    sentences: Annotated[list[Sentence], Meta(min_length=1)]
+    sentences: list[Sentence]
     family: str | None = None
 
     @property
@@ -53,6 +56,11 @@ class Ref(Record):
         """The annotations that it refers to."""
         ids = self.ann_id if isinstance(self.ann_id, list) else [self.ann_id]
         return [] if ids == [-1] else ids
+
+    @property
+    def expressions(self) -> list[Sentence]:
+        """The sentences that are not blank."""
+        return [sentence for sentence in self.sentences if sentence.sent.strip()]
 
 
 class Expression(TextRecord, array_like=True):
@@ -103,15 +111,34 @@ def read_refs(path: str | Path) -> list[Ref]:
 
 
 def read_expressions(path: str | Path, instances: CocoInstances) -> list[Expression]:
-    """All expressions of a refs file in file order, with the annotations they refer to."""
+    """Read all expressions of a refs file in file order, with the annotations they refer to.
+
+    Refs without a sentence, blank sentences, refs to annotations with empty boxes and exact repeats are skipped, and
+    their numbers are logged.
+    """
     targets = {one.id: (image.id, one) for image in instances.images for one in image.objects}
     expressions = []
+    skipped = SkippedRecords(path)
     for ref in read_refs(path):
+        if not ref.sentences:
+            skipped.add("refs without a sentence", ref.ref_id)
+            continue
+        if not instances.empty_boxes.isdisjoint(ref.ann_ids):
+            skipped.add("refs to annotations with empty boxes", ref.ref_id)
+            continue
+        for sentence in ref.sentences:
+            if not sentence.sent.strip():
+                skipped.add("blank sentences", sentence.sent_id)
+        if ref.image_id not in instances:
+            raise UserError(
+                f"{path}: ref {ref.ref_id} is about image {ref.image_id}, which {instances.path} does not list; use "
+                "the instances.json of this refs file"
+            )
         for ann_id in ref.ann_ids:
             if targets.get(ann_id, (None,))[0] != ref.image_id:
                 raise UserError(
                     f"{path}: ref {ref.ref_id} refers to annotation {ann_id} of image {ref.image_id}, but in "
-                    f"{instances.path} it is missing, has an empty box or belongs to another image; use the "
+                    f"{instances.path} it is missing or belongs to another image; use the "
                     "instances.json of this refs file"
                 )
         objects = [targets[ann_id][1] for ann_id in ref.ann_ids]
@@ -119,9 +146,11 @@ def read_expressions(path: str | Path, instances: CocoInstances) -> list[Express
         category = instances.class_names[objects[0].class_index] if len(objects) == 1 else None
         expressions += [
             Expression(ref.ref_id, one.sent_id, *ids, one.sent, category, boxes, one.family or ref.family)
-            for one in ref.sentences
+            for one in ref.expressions
         ]
-    return expressions
+    distinct = drop_repeats(expressions, skipped, "sentences")
+    skipped.log()
+    return distinct
 
 
 def split_contains(split: str, name: str) -> bool:
@@ -162,8 +191,8 @@ class RefCOCODataset(RecordDataset):
     @classmethod
     def texts_of(cls, files: DataFiles, options: NoOptions, split: str) -> Iterable[str]:
         """All expressions of a split."""
-        refs = read_refs(files.path("refs"))
-        return [one.sent for ref in refs if split_contains(split, ref.split) for one in ref.sentences]
+        refs = [ref for ref in read_refs(files.path("refs")) if split_contains(split, ref.split)]
+        return [sentence.sent for ref in refs for sentence in ref.expressions]
 
     def image(self, name: str, text: int) -> SampleImage:
         return self.instances.sample_image(name, self.folder / self.instances[name].file_name)

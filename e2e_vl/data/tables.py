@@ -8,12 +8,14 @@ corpora, zip archives, shards), only a numpy index is kept, memory-mapped from d
 from __future__ import annotations
 
 import hashlib
+import logging
 import mmap
 import re
 import struct
 import zipfile
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -25,6 +27,8 @@ from tqdm.auto import tqdm
 
 from detector.errors import MissingFileError, UserError, reading, user_path
 from detector.io import atomic_file, decode_json
+
+logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 
@@ -111,6 +115,54 @@ def require_unique(ids: Iterable[Any], what: str) -> None:
         if id in seen:
             raise UserError(f"{what} {id} is listed twice; remove one of them")
         seen.add(id)
+
+
+class SkippedRecords:
+    """Counts the records of a file that a reader skips, and logs the counts with examples."""
+
+    SHOWN = 5
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = path
+        self._counts: Counter[str] = Counter()
+        self._examples: dict[str, list[str]] = {}
+
+    def add(self, reason: str, record: int | str) -> None:
+        """Count a skipped record.
+
+        Args:
+            reason: a plural, such as "refs without a sentence".
+            record: the id of the record, or its line.
+        """
+        self._counts[reason] += 1
+        examples = self._examples.setdefault(reason, [])
+        if len(examples) < self.SHOWN:
+            examples.append(str(record))
+
+    def log(self) -> None:
+        for reason, count in self._counts.items():
+            examples = self._examples[reason]
+            if count > len(examples):
+                examples = [*examples, "..."]
+            logger.warning("%s: skipped %s %s: %s", self._path, f"{count:,}", reason, ", ".join(examples))
+
+
+def drop_repeats(records: Iterable[Item], skipped: SkippedRecords, what: str) -> list[Item]:
+    """Keep the first of equal records; one that repeats an id with other contents stays, for `require_unique`.
+
+    Args:
+        records: records with an `id`.
+        what: the plural of the records for the log, such as "questions".
+    """
+    first_of: dict[int | str, Item] = {}
+    distinct = []
+    for record in records:
+        earlier = first_of.setdefault(record.id, record)
+        if earlier is not record and earlier == record:
+            skipped.add(f"{what} that repeat an earlier one", record.id)
+            continue
+        distinct.append(record)
+    return distinct
 
 
 class TextGroups(Sequence):

@@ -8,7 +8,7 @@ Files (`data.files`, relative to `data.root`; {split} is the split)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -46,6 +46,11 @@ class VCRQuestion(Record):
     rationale_label: _Label = None
     family: str | None = None  # kind of question, in synthetic data only
 
+    @property
+    def sentences(self) -> tuple[_Tokens, ...]:
+        """The question and all its choices."""
+        return (self.question, *self.answer_choices, *self.rationale_choices)
+
 
 class ImageMetadata(Record):
     """The metadata file of an image, see `VCRQuestion.metadata_fn`.
@@ -79,7 +84,26 @@ class ImageMetadata(Record):
 
 
 def read_questions(path: str | Path) -> SerializedList[VCRQuestion]:
-    return SerializedList(stream_lines(path, VCRQuestion), VCRQuestion)
+    """Read all questions.
+
+    Raises:
+        UserError: there are none, or a sentence names an object that its question does not list.
+    """
+    questions = SerializedList(_checked_questions(path), VCRQuestion)
+    if not len(questions):
+        raise UserError(f"{path} has no questions; download it again.")
+    return questions
+
+
+def _checked_questions(path: str | Path) -> Iterator[VCRQuestion]:
+    for question in stream_lines(path, VCRQuestion):
+        last = max(find_mentioned_objects(question.sentences), default=-1)
+        if last >= len(question.objects):
+            raise UserError(
+                f"{path}: a sentence of {question.annot_id} names object {last}, but the question has "
+                f"{len(question.objects)} objects, counted from 0; correct the line or download the file again."
+            )
+        yield question
 
 
 def read_metadata(path: Path, question: VCRQuestion) -> tuple[tuple[int, int], AnnotatedObjects]:
@@ -180,7 +204,7 @@ class VCRDataset(VLDataset):
     def texts_of(cls, files: DataFiles, options: VCROptions, split: str) -> Iterable[str]:
         """All sentences of a split, with objects replaced by their class names."""
         for one in read_questions(files.path("questions", split=split)):
-            for sentence in (one.question, *one.answer_choices, *one.rationale_choices):
+            for sentence in one.sentences:
                 yield " ".join(t if isinstance(t, str) else " ".join(one.objects[o] for o in t) for t in sentence)
 
     @classmethod

@@ -28,7 +28,7 @@ from e2e_vl.config import BoxSource
 from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, TextRecord
 from e2e_vl.data.config import GenomeOptions
 from e2e_vl.data.overlap import COCO, VISUAL_GENOME
-from e2e_vl.data.tables import SerializedDict, SerializedList, stream_list
+from e2e_vl.data.tables import SerializedDict, SerializedList, SkippedRecords, stream_list
 from e2e_vl.io import FourNumbers, Pixel, Record, Side
 from e2e_vl.samples import CorrectAnswer, PhraseBoxes, SampleImage, SampleText
 
@@ -46,6 +46,10 @@ class GenomeImage(Record):
     height: Side
     url: str | None = None  # its last folder is the image's folder, such as VG_100K_2
     coco_id: int | None = None  # the same image in COCO; None: not in COCO
+
+    def contains_part_of(self, box: FourNumbers) -> bool:
+        x1, y1, x2, y2 = box
+        return x1 < self.width and y1 < self.height and x2 > 0 and y2 > 0
 
 
 class _Region(Record):
@@ -138,16 +142,31 @@ class RegionPhrases(Record, array_like=True):
 
 
 def read_region_descriptions(path: Path) -> Iterator[GenomeText]:
+    """Read the descriptions; blank ones are skipped, and their number is logged."""
+    skipped = SkippedRecords(path)
     for row in stream_list(path, _RegionsOfImage):
-        for one in row.regions:
-            sides = one.x, one.y, one.width, one.height
-            yield GenomeText(one.region_id, row.id, one.phrase, box=None if None in sides else _corners(*sides))
+        for region in row.regions:
+            if not region.phrase.strip():
+                skipped.add("blank descriptions", region.region_id)
+                continue
+            sides = region.x, region.y, region.width, region.height
+            box = None if None in sides else _corners(*sides)
+            if None not in sides and box is None:
+                skipped.add("boxes of regions without an area, but not their descriptions", region.region_id)
+            yield GenomeText(region.region_id, row.id, region.phrase, box=box)
+    skipped.log()
 
 
 def read_genome_questions(path: Path) -> Iterator[GenomeText]:
+    """Read the questions; those without words or an answer are skipped, and their number is logged."""
+    skipped = SkippedRecords(path)
     for row in stream_list(path, _QuestionsOfImage):
-        for one in row.qas:
-            yield GenomeText(one.qa_id, row.id, one.question, one.answer)
+        for question in row.qas:
+            if not question.question.strip() or not question.answer.strip():
+                skipped.add("questions that are blank or have a blank answer", question.qa_id)
+                continue
+            yield GenomeText(question.qa_id, row.id, question.question, question.answer)
+    skipped.log()
 
 
 def read_region_graphs(path: Path) -> SerializedDict[RegionPhrases]:
@@ -211,18 +230,24 @@ class VisualGenomeDataset(RecordDataset):
         self.folder = Path() if needs.boxes is BoxSource.PRECOMPUTED else files.path("images", split=split)
         self.parts = [{"split": split}]
         images = list(stream_list(image_data := files.path("image_data", split=split), GenomeImage))
-        is_of_coco = {image.image_id: image.coco_id is not None for image in images}
+        image_of = {image.image_id: image for image in images}
+        skipped = SkippedRecords(path := files.path(options.texts, split=split))
         kept = {"all": (True, False), "without": (False,), "only": (True,)}[options.coco]
 
         def texts() -> Iterator[GenomeText]:
             for text in READERS[options.texts](path):
-                if text.image_id not in is_of_coco:
+                image = image_of.get(text.image_id)
+                if image is None:
                     raise UserError(f"{image_data} lacks image {text.image_id} of {path}; use files of one release")
-                if is_of_coco[text.image_id] in kept:
-                    yield text
+                if (image.coco_id is not None) not in kept:
+                    continue
+                if text.box is not None and not image.contains_part_of(text.box):
+                    skipped.add("boxes of regions outside their image, but not their descriptions", text.id)
+                    text.box = None
+                yield text
 
-        path = files.path(options.texts, split=split)
         self.set_texts(SerializedList(texts(), GenomeText), f"{path}, data.config.coco={options.coco}: text")
+        skipped.log()
         self.images = SerializedDict(((image.image_id, image) for image in images), GenomeImage, str(image_data))
         self.has_truths = options.texts == "questions"
         self.has_phrases = needs.phrases and options.texts == "regions"

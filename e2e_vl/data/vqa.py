@@ -12,7 +12,10 @@ test-dev2015)
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,9 +26,13 @@ from detector.io import read_json
 from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, TextRecord, coco_image_set, split_names
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.config import VQAOptions
-from e2e_vl.data.tables import stream_list
+from e2e_vl.data.tables import SkippedRecords, drop_repeats, stream_list
 from e2e_vl.io import Id, Record, Words
 from e2e_vl.samples import HumanAnswers, SampleImage
+
+logger = logging.getLogger(__name__)
+
+NUM_ANSWERS = 10  # human answers to a question, which the official accuracy expects
 
 
 class _Question(Record):
@@ -47,9 +54,9 @@ class _Annotation(Record):
     question_id: Id
     image_id: Id
     answers: Annotated[list[_Answer], Meta(min_length=1)]
-    multiple_choice_answer: str
-    answer_type: str
-    question_type: str
+    multiple_choice_answer: str | None = None  # OK-VQA's files lack it
+    answer_type: str | None = None
+    question_type: str | None = None
 
 
 class VQAQuestion(TextRecord, array_like=True):
@@ -59,8 +66,8 @@ class VQAQuestion(TextRecord, array_like=True):
     image_id: Id
     image_set: str  # COCO's image set, such as "train2014"
     words: str
-    answers: tuple[str, ...] | None = None  # ten human answers, unprocessed; None without annotations
-    most_frequent: str | None = None  # `multiple_choice_answer`
+    answers: tuple[str, ...] | None = None  # human answers, unprocessed, usually ten; None without annotations
+    most_frequent: str | None = None  # `multiple_choice_answer`, or else the most frequent of `answers`
     answer_type: str | None = None  # yes/no, number or other
     question_type: str | None = None  # one of 65 prefixes, such as "how many"
 
@@ -74,8 +81,8 @@ class VQAQuestion(TextRecord, array_like=True):
         metadata: dict[str, Any] = {"question_id": self.id, "image_id": self.image_id}
         if self.answers is None:
             return metadata
-        kinds = {"answer_type": self.answer_type, "question_type": self.question_type}
-        return metadata | {"answers": list(self.answers), "multiple_choice_answer": self.most_frequent} | kinds
+        metadata |= {"answers": list(self.answers), "multiple_choice_answer": self.most_frequent}
+        return metadata | {"answer_type": self.answer_type, "question_type": self.question_type}
 
 
 def read_questions(questions: Path, annotations: Path | None = None, split: str = "") -> list[VQAQuestion]:
@@ -86,6 +93,7 @@ def read_questions(questions: Path, annotations: Path | None = None, split: str 
         split: gives the image set if the question file does not, such as "test2015".
     """
     content = read_json(questions, _QuestionsFile)
+    skipped = SkippedRecords(questions)
     image_set = coco_image_set(content.data_subtype) or coco_image_set(split) or split
     answered: dict[Id, _Annotation] = {}
     if annotations is not None:
@@ -100,11 +108,15 @@ def read_questions(questions: Path, annotations: Path | None = None, split: str 
                     f"{annotations} has no annotation for question {row.question_id} about image {row.image_id} of "
                     f"{questions}; use the files of the same split"
                 )
-            question.answers = tuple(one.answer for one in answer.answers)
+            question.answers = tuple(human_answer.answer for human_answer in answer.answers)
             question.most_frequent = answer.multiple_choice_answer
+            if question.most_frequent is None:
+                [(question.most_frequent, _)] = Counter(question.answers).most_common(1)
             question.answer_type, question.question_type = answer.answer_type, answer.question_type
         found.append(question)
-    return found
+    distinct = drop_repeats(found, skipped, "questions")
+    skipped.log()
+    return distinct
 
 
 class VQADataset(RecordDataset):
@@ -126,6 +138,7 @@ class VQADataset(RecordDataset):
         questions: list[VQAQuestion] = []
         for name in split_names(split):
             own = _read_split(files, name, annotated=needs.training)
+            _complete_answers(own, files, name, repeat=options.repeat_answers)
             values = {"split": name, "images": own[0].image_set}
             if needs.annotations and "instances" in files:
                 self.instances.append(CocoInstances(files.path("instances", **values)))
@@ -163,3 +176,24 @@ def _read_split(files: DataFiles, name: str, *, annotated: bool) -> list[VQAQues
         if not annotated and "test" in name and not annotations.is_file():
             annotations = None
     return read_questions(files.path("questions", split=name), annotations, name)
+
+
+def _complete_answers(questions: Sequence[VQAQuestion], files: DataFiles, split: str, *, repeat: bool) -> None:
+    """Repeat the answers of questions with fewer than ten, or warn of them: the official accuracy needs ten answers.
+
+    An answer's score is the mean of min(1, matches / 3) over the *other* people's answers, so a single one scores 0.
+    """
+    incomplete = [question for question in questions if question.answers and len(question.answers) < NUM_ANSWERS]
+    if not incomplete:
+        return
+    if repeat:
+        for question in incomplete:
+            question.answers = tuple(itertools.islice(itertools.cycle(question.answers), NUM_ANSWERS))
+        return
+    fewest = min(incomplete, key=lambda question: len(question.answers))
+    logger.warning(
+        "%s: %d of %d questions have fewer than ten answers, such as question %s with %d. In the official accuracy and "
+        "in training, a single answer scores 0, two equal ones score 0.33, and three 0.67; set "
+        "data.config.repeat_answers=true to repeat answers until there are ten.",
+        *(files.path("annotations", split=split), len(incomplete), len(questions), fewest.id, len(fewest.answers)),
+    )

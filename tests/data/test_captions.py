@@ -240,10 +240,15 @@ def test_coco_captions_are_numbered_image_by_image(tmp_path):
     assert source.boxes(0) is None
 
 
-def test_a_blank_caption_is_named(tmp_path):
-    content = COCO_FILE | {"annotations": [{"image_id": 1, "caption": " "}]}
-    with refused("captions.json", "annotations[0].caption"):
-        CocoCaptions([(write_json(tmp_path / "captions.json", content), tmp_path)])
+def test_blank_captions_and_those_of_other_images_are_skipped(tmp_path, caplog):
+    odd = [{"image_id": 1, "caption": " "}, {"image_id": 8, "caption": "other"}]
+    content = COCO_FILE | {"annotations": [*odd, *COCO_FILE["annotations"]]}
+    source = CocoCaptions([(write_json(tmp_path / "captions.json", content), tmp_path)])
+    assert [source.caption(text) for text in range(len(source.groups.texts))] == ["two", "one", "three"]
+    assert "skipped 1 blank captions, by image: 1" in caplog.text
+    assert "skipped 1 captions of images that the file does not list: 8" in caplog.text
+    with refused("captions.json", "no caption"):
+        CocoCaptions([(write_json(tmp_path / "captions.json", COCO_FILE | {"annotations": odd}), tmp_path)])
 
 
 def jpeg(value: int, size=(20, 10)) -> bytes:

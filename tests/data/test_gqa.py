@@ -128,6 +128,26 @@ def test_boxes_that_a_question_names_are_read_for_the_grounding_score(settings, 
     assert "so grounding is left out" in caplog.text
 
 
+@pytest.mark.parametrize("odd", [{"w": 0}, {"h": -1}, {"x": 100}, {"y": -9}])
+def test_objects_without_a_box_in_the_image_are_no_candidates_but_may_be_named(settings, tiny, caplog, odd):
+    folder = tiny.images_root.parent
+    graphs = {str(image): scene_graph(tiny, image) for image in (3, 7)}
+    graphs["7"]["objects"]["100"] = BOX | odd
+    write_json(folder / "sceneGraphs" / "train_sceneGraphs.json", graphs)
+    [image] = make(settings).sample((0,)).images
+    assert image.objects.ids == (101, 102) and len(image.objects) == len(image.objects.names) == 2
+    assert "skipped 1 objects with boxes that are empty or outside the image: 100 of 7" in caplog.text
+    named = question(7, "Is it?", annotations={"question": {"1": "100", "3": "101"}})
+    write_json(folder / "questions" / "train_named_questions.json", {"8": named})
+    settings = with_options(with_files(settings, choices=None), grounding=True)
+    [text] = make(settings, "train_named", training=False).sample((0,)).texts
+    assert len(text.metadata["named_boxes"]) == 2
+    del graphs["7"]["objects"]["101"]
+    write_json(folder / "sceneGraphs" / "train_sceneGraphs.json", graphs)
+    with refused("train_sceneGraphs.json", "image 7", "object 101", "question 8"):
+        make(settings, "train_named", "online", training=False)
+
+
 def test_splits_are_joined(settings):
     dataset = make(settings, "train_balanced+val_all")
     assert len(dataset) == 5 and [part["part"] for part in dataset.parts] == ["train", "val"]
@@ -184,7 +204,7 @@ def test_pieces_are_read_in_the_order_of_their_numbers(tmp_path):
         (read_questions, question(1, " "), "question"),
         (read_questions, question(1, "a", types={"semantic": "a"}), "structural"),
         (partial(read_entries, kind=Choices), {"valid": []}, "plausible"),
-        (partial(read_entries, kind=SceneGraph), {"width": 9, "height": 9, "objects": {"1": BOX | {"w": 0}}}, ".w"),
+        (partial(read_entries, kind=SceneGraph), {"width": 9, "height": 9, "objects": {"1": BOX | {"w": ""}}}, ".w"),
     ],
 )
 def test_a_bad_record_is_named(tmp_path, read, record, part):

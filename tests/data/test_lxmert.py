@@ -136,6 +136,11 @@ def test_sentences_of_all_sources_or_some(tmp_path):
     ("kind", "content", "parts"),
     [
         (ImageSentenceDataset, [IMAGE | {"labelf": {"vqa": [{}, {"no": "1"}]}}], ["labelf"]),
+        (
+            ImageSentenceDataset,
+            [IMAGE | {"sentf": {"vqa": ["a"]}, "labelf": {"vqa": [{}, {}]}}],
+            ["1 sentences of vqa"],
+        ),
         (ScoredQuestionDataset, [QUESTION | {"sent": 3}], ["entry 0", "sent"]),
         (ListedPairDataset, [PAIR | {"label": "True"}], ["label"]),
     ],

@@ -105,3 +105,10 @@ def test_a_split_without_labels_can_be_predicted_but_not_learned(settings):
 def test_a_bad_line_is_named(tmp_path, row, parts):
     with refused("dev.json", *parts):
         read_examples(write_json_lines(tmp_path / "dev.json", [*DEV, row]))
+
+
+def test_a_repeated_line_is_skipped_and_a_file_without_lines_is_named(tmp_path, caplog):
+    assert len(read_examples(write_json_lines(tmp_path / "dev.json", [*DEV, DEV[0]]))) == len(DEV)
+    assert "skipped 1 examples that repeat an earlier one" in caplog.text
+    with refused("dev.json", "no examples"):
+        read_examples(write_json_lines(tmp_path / "dev.json", []))

@@ -96,7 +96,7 @@ def test_json_has_the_same_content_and_a_ref_may_have_the_family(tiny):
     [
         (lambda refs: refs[1].update(ann_id=999), ["ref 2", "annotation 999", "instances.json"]),
         (lambda refs: refs[1].update(image_id=3), ["ref 2", "image 3", "instances.json"]),
-        (lambda refs: refs[1].update(sentences=[]), ["[1].sentences"]),
+        (lambda refs: refs[1].update(image_id=99, ann_id=[-1]), ["ref 2", "image 99", "instances.json"]),
         (lambda refs: refs[1]["sentences"][0].pop("sent"), ["[1].sentences[0]", "sent"]),
     ],
 )
@@ -134,15 +134,39 @@ def test_python_2_byte_strings(tiny, encoding):
     assert read_refs(tiny.refs_file)[0].sentences[0].sent == "at the café"
 
 
-def test_empty_boxes_are_left_out_unless_they_are_referred_to(tiny, caplog):
+def test_empty_boxes_are_left_out_and_so_are_refs_to_them(tiny, caplog):
     """COCO's own file, which RefCOCO's is made from, has some."""
     boxes = {row["id"]: row for row in tiny.instances["annotations"]}
     boxes[102]["bbox"] = [10, 20, 0, 5]
-    assert len(read(tiny.write())) == 9
+    everything = read(tiny.write())
+    assert len(everything) == 9
     assert "skipped 1 annotations with empty boxes: [102]" in caplog.text
     boxes[100]["bbox"] = [10, 20, 0, 5]
-    with refused("ref 1", "annotation 100", "empty box"):
-        read(tiny.write())
+    assert read(tiny.write()) == [expression for expression in everything if 100 not in expression.ann_ids]
+    assert "skipped 1 refs to annotations with empty boxes: 1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "left_out", "message"),
+    [
+        (lambda refs: refs[1].update(sentences=[]), 3, "1 refs without a sentence: 2"),  # as gRefCOCO's own file
+        (lambda refs: refs[1]["sentences"][0].update(sent=" "), 1, "1 blank sentences: 20"),
+        (lambda refs: refs.append(refs[1]), 0, "3 sentences that repeat an earlier one: 20, 21, 22"),
+    ],
+)
+def test_odd_refs_are_skipped_and_counted(tiny, caplog, change, left_out, message):
+    everything = read(tiny)
+    change(tiny.refs)
+    assert len(read(tiny.write())) == len(everything) - left_out
+    assert f"skipped {message}" in caplog.text
+    assert all(text.strip() for text in RefCOCODataset.texts_of(*open_options(RefCOCODataset, tiny.settings), "train"))
+
+
+def test_a_sentence_id_with_two_texts_is_named(tiny):
+    tiny.refs[1]["sentences"][0]["sent_id"] = tiny.refs[0]["sentences"][0]["sent_id"]
+    tiny.write()
+    with refused("refs(unc).p", "sentence 10", "twice"):
+        make(tiny)
 
 
 def test_expressions_boxes_and_detections_line_up_with_real_photos(tmp_path):

@@ -13,7 +13,7 @@ from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
 from e2e_vl.data.batching import Request
 from e2e_vl.data.config import CLASS_NAMES, VCROptions
-from e2e_vl.data.vcr import VCRDataset, find_relevant_objects, read_detected_objects
+from e2e_vl.data.vcr import VCRDataset, find_relevant_objects, read_detected_objects, read_questions
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, CorrectChoice, Sample, SampleImage, SampleText
 from tests.data.helpers import examples, refused
 from tests.data.tiny_vcr import BOXES, OBJECTS, TinyVCR
@@ -178,6 +178,7 @@ def test_questions_in_turn(tiny):
         (lambda line: line.update(question=[]), "question"),
         (lambda line: line["question"].append([]), "question"),
         (lambda line: line["answer_choices"][3].append(7), "answer_choices[3]"),
+        (lambda line: line["rationale_choices"][3].append([-1]), "rationale_choices[3]"),
         (lambda line: line["answer_choices"].pop(), "answer_choices"),
         (lambda line: line.update(answer_label=4), "answer_label"),
     ],
@@ -185,6 +186,21 @@ def test_questions_in_turn(tiny):
 def test_a_bad_line_is_named(tiny, change, part):
     change(tiny.lines[1])
     with refused("val.jsonl", "line 2", part):
+        tiny.dataset()
+
+
+@pytest.mark.parametrize("key", ["question", "answer_choices", "rationale_choices"])
+def test_an_object_that_a_question_lacks_is_named(tiny, key):
+    sentence = tiny.lines[1][key] if key == "question" else tiny.lines[1][key][2]
+    sentence.append([0, len(tiny.lines[1]["objects"])])
+    for read in (tiny.dataset, lambda: read_questions(tiny.file)):
+        with refused("val.jsonl", tiny.lines[1]["annot_id"], f"object {len(tiny.lines[1]['objects'])}"):
+            read()
+
+
+def test_a_file_without_questions_is_named(tiny):
+    tiny.lines.clear()
+    with refused("val.jsonl", "no questions"):
         tiny.dataset()
 
 

@@ -78,6 +78,32 @@ def test_images_that_coco_has(settings):
 
 
 @pytest.mark.parametrize(
+    ("change", "words", "message"),
+    [
+        ({"phrase": " "}, ["phrase 12", "red hat"], "1 blank descriptions: 11"),
+        ({"width": 0}, ["phrase 11", "phrase 12", "red hat"], "1 boxes of regions without an area"),
+        ({"y": -904}, ["phrase 11", "phrase 12", "red hat"], "1 boxes of regions outside their image"),  # as 5851305
+        ({"y": -2}, ["phrase 11", "phrase 12", "red hat"], ""),
+    ],
+)
+def test_odd_regions_are_skipped_and_counted(settings, tmp_path, caplog, change, words, message):
+    [first, second] = REGIONS[0]["regions"]
+    write_json(tmp_path / "regions.json", [{"id": 1, "regions": [first | change, second]}, *REGIONS[1:]])
+    dataset = opened(settings, phrases=True)
+    assert [dataset[number] for number in range(len(dataset))] == words
+    assert f"skipped {message}" in caplog.text if message else not caplog.text
+    phrases = {text.id: dataset._phrases(text) for text in dataset.texts}
+    assert (phrases.get(11) is None) == bool(message) and phrases[12] is not None
+
+
+def test_questions_without_words_or_an_answer_are_skipped(settings, tmp_path, caplog):
+    odd = [{"qa_id": 7, "question": " ", "answer": "a"}, {"qa_id": 8, "question": "b", "answer": ""}]
+    write_json(tmp_path / "questions.json", [*QUESTIONS, {"id": 6, "qas": odd}])
+    assert len(opened(settings, texts="questions")) == 2
+    assert "skipped 2 questions that are blank or have a blank answer: 7, 8" in caplog.text
+
+
+@pytest.mark.parametrize(
     ("file", "content", "parts"),
     [
         ("image_data", IMAGES[:1], ["image_data.json", "image 5"]),

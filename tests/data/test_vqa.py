@@ -9,8 +9,9 @@ import pytest
 from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
 from e2e_vl.data.vqa import VQADataset
+from e2e_vl.metrics.vqa import answer_accuracy, soft_scores
 from e2e_vl.samples import HumanAnswers
-from tests.data.helpers import open_dataset, refused, with_files, write_json
+from tests.data.helpers import open_dataset, refused, with_files, with_options, write_json
 from tests.data.tiny_readers import ANSWERS, write_vqa
 
 
@@ -101,6 +102,50 @@ def test_the_files_are_joined_by_question(settings, tiny):
     write_json(path, content)
     first, second, third = make(settings).texts
     assert first.answers == second.answers == tuple(ANSWERS) and (third.id, third.answers) == (7002, ("no",) * 10)
+
+
+def write_answers(tiny, answers: list[str], without: str = "") -> None:
+    path = tiny.images_root.parent / "vqa" / "train2014_annotations.json"
+    content = json.loads(path.read_text())
+    content["annotations"][0]["answers"] = [{"answer": answer} for answer in answers]
+    content["annotations"][0].pop(without, None)
+    write_json(path, content)
+
+
+@pytest.mark.parametrize(
+    ("answers", "repeated", "target"),
+    [
+        (["red"], ["red"] * 10, {"red": 1.0}),
+        (["red", "blue"], ["red", "blue"] * 5, {"red": 1.0, "blue": 1.0}),
+        (["red", "red", "blue"], ["red", "red", "blue"] * 3 + ["red"], {"red": 1.0, "blue": 0.9}),
+    ],
+)
+def test_questions_with_few_answers_are_warned_of_or_get_ten(settings, tiny, caplog, answers, repeated, target):
+    """As MMF repeats the answers of ST-VQA."""
+    write_answers(tiny, answers)
+    assert make(settings).texts[0].answers == tuple(answers)
+    counts = f"1 of 3 questions have fewer than ten answers, such as question 7000 with {len(answers)}."
+    assert f"train2014_annotations.json: {counts}" in caplog.text
+    caplog.clear()
+    filled = make(with_options(settings, repeat_answers=True)).texts[0].answers
+    assert list(filled) == repeated and not caplog.text
+    assert soft_scores(filled) == pytest.approx(target)
+    assert answer_accuracy("red", filled) == 1
+
+
+def test_the_most_frequent_answer_may_be_missing(settings, tiny):
+    """OK-VQA's files lack it."""
+    write_answers(tiny, ["a", "b", "b"], without="multiple_choice_answer")
+    assert make(settings).texts[0].most_frequent == "b"
+
+
+def test_a_repeated_question_is_skipped(settings, tiny, caplog):
+    path = tiny.images_root.parent / "vqa" / "train2014_questions.json"
+    content = json.loads(path.read_text())
+    content["questions"].append(content["questions"][0])
+    write_json(path, content)
+    assert len(make(settings)) == 3
+    assert "skipped 1 questions that repeat an earlier one: 7000" in caplog.text
 
 
 @pytest.mark.parametrize(
