@@ -10,7 +10,8 @@
 gRefCOCO has expressions about no or several objects; a prediction is one box or none. N-acc and T-acc are the shares of
 expressions without and with a target for which no box and a box is predicted; gIoU is the mean IoU of the predicted and
 the true areas, 1 for two empty ones (GRES, arXiv 2306.00968, section 3.3, there of masks, here of boxes); Pr@(F1=1) is
-the share of expressions whose boxes are all right (GREC, arXiv 2308.16182).
+the share of expressions whose boxes are all right (GREC, arXiv 2308.16182). Its official evaluator
+(mdetr/datasets/refexp.py of henghuiding/gRefCOCO) matches boxes by *generalised* IoU >= 0.5, which is stricter than IoU.
 
 All use continuous corners with x2 = x + w (equivalent to MAttNet's x2 = x + w - 1 with inclusive pixels) and count
 expressions, not refs. The conventions follow the official scripts and are tested with golden data.
@@ -89,6 +90,21 @@ def box_iou(boxes: np.ndarray, gt_boxes: np.ndarray, convention: str, image_size
     return np.divide(intersection, union, out=np.zeros_like(union), where=union > 0)
 
 
+def generalized_iou(box: Box, gt_box: Box) -> float:
+    """Return the generalised IoU of two boxes, xyxy, continuous, at most 1; it is negative for boxes far apart.
+
+    It is the IoU minus the share of the smallest enclosing box that is outside their union (arXiv 1902.09630).
+    """
+    first, second = (np.asarray(corners, dtype=np.float64) for corners in (box, gt_box))
+    overlap = np.minimum(first[2:], second[2:]) - np.maximum(first[:2], second[:2])
+    enclosing = np.prod(np.maximum(first[2:], second[2:]) - np.minimum(first[:2], second[:2]))
+    intersection = np.prod(overlap.clip(min=0))
+    union = np.prod(first[2:] - first[:2]) + np.prod(second[2:] - second[:2]) - intersection
+    if union <= 0 or enclosing <= 0:
+        return 0.0
+    return float(intersection / union - (enclosing - union) / enclosing)
+
+
 def hits(boxes: np.ndarray, gt_boxes: np.ndarray, convention: str, image_size: Any = None) -> np.ndarray:
     """Which predicted boxes are right.
 
@@ -98,12 +114,16 @@ def hits(boxes: np.ndarray, gt_boxes: np.ndarray, convention: str, image_size: A
     return iou > THRESHOLD + _ROUNDING if convention == "strict" else iou >= THRESHOLD - _ROUNDING
 
 
-def referring_metrics(predictions: Iterable[ReferringPrediction], convention: str = "mattnet") -> dict[str, float]:
+def referring_metrics(
+    predictions: Iterable[ReferringPrediction], convention: str = "mattnet", f1_overlap: str = "generalized_iou"
+) -> dict[str, float]:
     """Accuracy and ceiling of predictions, over all and by family of expression.
 
     Args:
         convention: one in the table above. `vlbert` needs `image_size`, `same_annotation` needs `ann_id` and
             `candidate_ann_ids`, the others the true boxes.
+        f1_overlap: how `f1_precision` matches a box: "generalized_iou" (at least 0.5, gRefCOCO's official evaluator) or
+            "iou" (as the convention).
 
     Returns:
         `accuracy` and `ceiling` (the share of expressions with any right candidate: the best possible accuracy) of the
@@ -115,6 +135,7 @@ def referring_metrics(predictions: Iterable[ReferringPrediction], convention: st
     right: dict[str, list[tuple[bool, bool]]] = defaultdict(list)
     found_none: dict[str, list[bool]] = defaultdict(list)  # of expressions without a target
     ious, found_some = [], []
+    f1_hits: list[bool] = []
     for prediction in predictions:
         families = [] if prediction.family is None else accumulate(prediction.family.split("/"), "{}/{}".format)
         families = ["", *(f"/{family}" for family in families)]
@@ -122,6 +143,7 @@ def referring_metrics(predictions: Iterable[ReferringPrediction], convention: st
             for family in families:
                 found_none[family].append(prediction.box is None)
             ious.append(float(prediction.box is None))
+            f1_hits.append(prediction.box is None)
             continue
         for name in needs.get(convention, ("targets",)):
             if getattr(prediction, name) is None:
@@ -133,6 +155,7 @@ def referring_metrics(predictions: Iterable[ReferringPrediction], convention: st
         for family in families:
             right[family].append(result)
         found_some.append(prediction.box is not None)
+        f1_hits.append(_generalized_hit(prediction) if f1_overlap == "generalized_iou" else result[0])
         ious.append(0.0 if prediction.box is None else area_iou([prediction.box], prediction.targets or ()))
     metrics = {"accuracy": 0.0, "ceiling": 0.0, "count": float(len(right[""]))}
     for family, results in sorted(right.items()):
@@ -140,9 +163,8 @@ def referring_metrics(predictions: Iterable[ReferringPrediction], convention: st
             metrics[f"accuracy{family}"], metrics[f"ceiling{family}"] = (float(x) for x in np.mean(results, axis=0))
     if found_none:
         metrics |= {f"n_acc{family}": float(np.mean(results)) for family, results in sorted(found_none.items())}
-        hits_of_all = [*found_none[""], *(one for one, _ in right[""])]
         metrics |= {"t_acc": float(np.mean(found_some or [0.0])), "giou": float(np.mean(ious))}
-        metrics["f1_precision"] = float(np.mean(hits_of_all))
+        metrics["f1_precision"] = float(np.mean(f1_hits))
     return metrics
 
 
@@ -170,6 +192,14 @@ def _iou_hit(prediction: ReferringPrediction, convention: str) -> tuple[bool, bo
     reachable = bool(hits(candidates, gt_box, convention, prediction.image_size).any())
     has_box = prediction.box is not None
     return has_box and bool(hits(np.asarray(prediction.box), gt_box, convention, prediction.image_size)), reachable
+
+
+def _generalized_hit(prediction: ReferringPrediction) -> bool:
+    """Whether the predicted box is the only true one by gRefCOCO's official rule."""
+    targets = prediction.targets or ()
+    if prediction.box is None or len(targets) != 1:
+        return False
+    return generalized_iou(prediction.box, targets[0]) >= THRESHOLD - _ROUNDING
 
 
 def _same_annotation(prediction: ReferringPrediction) -> tuple[bool, bool]:

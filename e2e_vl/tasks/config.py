@@ -39,6 +39,8 @@ class ReferringConfig(Settings, frozen=True):
     new_layers: NewLayers = "official"  # initialisation of the head, see `e2e_vl.tasks.base.init_head`
     # how `metrics` compares boxes, see `e2e_vl.metrics.refcoco`
     iou_convention: Literal["mattnet", "vlbert", "strict", "same_annotation"] = "mattnet"
+    # how `f1_precision` of gRefCOCO matches boxes: by generalised IoU >= 0.5 (official), or by `iou_convention`
+    f1_overlap: Literal["generalized_iou", "iou"] = "generalized_iou"
 
 
 class Flickr30KConfig(Settings, frozen=True):

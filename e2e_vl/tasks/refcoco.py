@@ -206,7 +206,7 @@ class ReferringTask(Task):
         return referring_metrics([prediction], self.config.iou_convention)["accuracy"]
 
     def metrics(self, predictions: list[ReferringPrediction]) -> dict[str, float]:
-        return referring_metrics(predictions, self.config.iou_convention)
+        return referring_metrics(predictions, self.config.iou_convention, self.config.f1_overlap)
 
     def ranked(self, prediction: ReferringPrediction) -> Ranked:
         """The predicted box as text, with its score."""

@@ -6,9 +6,19 @@ import json
 
 import numpy as np
 import pytest
+import torch
+from torchvision.ops import generalized_box_iou
 
 from detector.errors import UserError
-from e2e_vl.metrics.refcoco import ReferringPrediction, area_iou, box_iou, hits, referring_metrics, write_submission
+from e2e_vl.metrics.refcoco import (
+    ReferringPrediction,
+    area_iou,
+    box_iou,
+    generalized_iou,
+    hits,
+    referring_metrics,
+    write_submission,
+)
 
 GT = [10.0, 10, 30, 30]  # 20 x 20
 HALF = [10.0, 10, 30, 20]  # IoU exactly 0.5
@@ -123,6 +133,25 @@ def test_grefcoco_counts_expressions_without_a_target_and_with_several():
             "f1_precision": 2 / 5,
         }
     )
+
+
+@pytest.mark.parametrize(
+    ("box", "overlap", "official", "by_iou"),
+    [
+        (HALF, 0.5, 1, 1),  # inside the true box, so both are the IoU
+        ([13.5, 13.5, 33.5, 33.5], 272.25 / 527.75 - 24.5 / 552.25, 0, 1),  # an IoU of 0.52
+        ([40.0, 40, 50, 50], -(1600 - 500) / 1600, 0, 0),
+        (GT, 1.0, 1, 1),
+    ],
+)
+def test_grefcoco_matches_boxes_by_generalised_iou(box, overlap, official, by_iou):
+    """As `generalized_box_iou` of its official evaluator, which is torchvision's."""
+    assert generalized_iou(box, GT) == pytest.approx(overlap)
+    corners = (torch.tensor([corner], dtype=torch.float64) for corner in (box, GT))
+    assert generalized_iou(box, GT) == pytest.approx(generalized_box_iou(*corners).item())
+    records = [record(box), record(None, gt_box=None, gt_boxes=[])]
+    assert referring_metrics(records)["f1_precision"] == (official + 1) / 2
+    assert referring_metrics(records, f1_overlap="iou")["f1_precision"] == (by_iou + 1) / 2
 
 
 def test_the_area_of_overlapping_boxes_counts_once():
