@@ -11,7 +11,7 @@ gRefCOCO has expressions about no or several objects; a prediction is one box or
 expressions without and with a target for which no box and a box is predicted; gIoU is the mean IoU of the predicted and
 the true areas, 1 for two empty ones (GRES, arXiv 2306.00968, section 3.3, there of masks, here of boxes); Pr@(F1=1) is
 the share of expressions whose boxes are all right (GREC, arXiv 2308.16182). Its official evaluator
-(mdetr/datasets/refexp.py of henghuiding/gRefCOCO) matches boxes by *generalised* IoU >= 0.5, which is stricter than IoU.
+(mdetr/datasets/refexp.py of henghuiding/gRefCOCO) matches boxes by *generalised* IoU >= 0.5, never more than the IoU.
 
 All use continuous corners with x2 = x + w (equivalent to MAttNet's x2 = x + w - 1 with inclusive pixels) and count
 expressions, not refs. The conventions follow the official scripts and are tested with golden data.
