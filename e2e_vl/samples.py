@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -75,6 +75,13 @@ class CandidateBoxes:
         return {name: getattr(self, name) for name in DETECTED}
 
 
+class ImageKey(NamedTuple):
+    """Identifies an image of a data set; splits joined by "+" may use the same id for different images."""
+
+    part: int  # index of the joined split, see `VLDataset.parts`
+    id: str
+
+
 @dataclasses.dataclass(frozen=True)
 class SampleImage:
     """One image: its id, its file and its annotations."""
@@ -88,6 +95,11 @@ class SampleImage:
     boxes_to_mask: np.ndarray | None = None  # float64 [Q, 4], mask exactly these; None: drawn at random
     # (whose id, id) of the photo, as `VLDataset.id_space` has them, where an image's own data set says it
     photo_aliases: tuple[tuple[str, str], ...] = ()
+    part: int = 0  # index of the joined split that the image belongs to, see `VLDataset.parts`
+
+    @property
+    def key(self) -> ImageKey:
+        return ImageKey(self.part, self.id)
 
     def locate(self) -> Path | ImageBytes:
         return self.file() if callable(self.file) else self.file

@@ -136,9 +136,10 @@ def analyze_attention(args: AnalysisArguments) -> tuple[AnalysisResults, Path | 
     examples = caption_examples(config, model, tokenizer, args, parses)
     groups = examples.groups[: args.max_images]
     heads = parse_heads(args.heads, graphs, args.options, model.encoder.config.num_attention_heads)
+    box_reader = examples.loader.box_reader
     found = collect_attention(
         *(model, make_loader(config, examples, accelerator, max_images=args.max_images), args.options, accelerator),
-        sorted_boxes=isinstance(examples.loader.box_reader, DetectedBoxes),
+        sorted_boxes=box_reader is not None and isinstance(box_reader.of_part(0), DetectedBoxes),
         keep_texts=choose_texts(groups, args.pictures, config.seed),
     )
     results = AnalysisResults(
@@ -217,7 +218,7 @@ def caption_examples(
     with_phrases = msgspec.structs.replace(config, phrases=msgspec.structs.replace(config.phrases, weight=1.0))
     dataset = open_split(with_phrases, args.split, args.boxes, training=False)
     loader = build_loader(config, model, dataset, args.boxes)
-    loader.require_images(dataset.image_ids(), args.split)
+    loader.require_images(dataset.image_keys(), args.split)
     text_tokenizer = dataclasses.replace(build_text_tokenizer(config, model, tokenizer), with_phrase_spans=False)
     preprocessor = CaptionPreprocessor(text_tokenizer, parses, args.options.missing_parse == "error")
     return ExampleDataset(dataset, loader, preprocessor, seed=config.seed)

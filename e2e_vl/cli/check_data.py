@@ -33,6 +33,7 @@ from e2e_vl.samples import (
     ChoiceText,
     CorrectAnswer,
     HumanAnswers,
+    ImageKey,
     SampleImage,
     SampleText,
     ScoredAnswers,
@@ -131,11 +132,11 @@ def check_data(
         report, photos = read[split].report, read[split].photos
         seen = places if split == train else {f"the training split {train}": read[train].photo_ids} | places
         for place, ids in seen.items():
-            common = {name: photo for name, photo in photos.items() if not ids.isdisjoint(photo)}
+            common = {key: photo for key, photo in photos.items() if not ids.isdisjoint(photo)}
             if common:
                 report.shared.append(
                     f"{count_photos(common.values()):,} of {report.photos:,} photos of {split} are in {place} "
-                    f"(such as {', '.join([*common][:3])})"
+                    f"(such as {', '.join(key.id for key in [*common][:3])})"
                 )
     return [reader.report for reader in read.values()]
 
@@ -152,7 +153,7 @@ class SplitReader:
 
         self.config, self.all_ids = config, all_ids
         self.report = SplitReport(split)
-        self.photos: dict[str, tuple[PhotoId, ...]] = {}  # of each image, by its id
+        self.photos: dict[ImageKey, tuple[PhotoId, ...]] = {}  # of each image
         self.task = TASKS[config.task.name].cls
         vocabulary = config.data.vocabulary
         try:
@@ -164,7 +165,7 @@ class SplitReader:
             for source in boxes:
                 reader = open_boxes_of(dataset, config.data, source)
                 if reader is not None:
-                    reader.require_images(dataset.image_ids(), split)
+                    reader.require_images(dataset.image_keys(), split)
         except (ValueError, OSError) as error:
             self.report.problems.append(f"{split}: {error}")
         self.report.images, self.report.photos = len(self.photos), count_photos(self.photos.values())
@@ -184,7 +185,7 @@ class SplitReader:
                 self.report.problems.append(str(error))
                 continue
             for image in sample.images:
-                if image.id not in self.photos:
+                if image.key not in self.photos:
                     self._read_image(image, dataset)
             for text in sample.texts:
                 self._read_text(text, sample.images[0].objects)
@@ -192,10 +193,10 @@ class SplitReader:
     def _read_image(self, image: SampleImage, dataset: VLDataset) -> None:
         report, data, file = self.report, self.config.data, image.file if isinstance(image.file, Path) else None
         if data.synthetic.scenes:  # drawn scenes are named like COCO images, but are not photos
-            self.photos[image.id] = self.all_ids.in_space(f"drawn in {data.root}", image.id)
+            self.photos[image.key] = self.all_ids.in_space(f"drawn in {data.root}", image.id)
         else:
             aliases = image.photo_aliases
-            self.photos[image.id] = self.all_ids.of_image(image.id, file, dataset.id_space, aliases)
+            self.photos[image.key] = self.all_ids.of_image(image.id, file, dataset.id_space, aliases)
         if file is not None and self.config.detector.backend != "precomputed" and not file.is_file():
             report.missing_images += 1
             if not (data.skip_broken and report.split == data.train_split):

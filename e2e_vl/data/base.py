@@ -6,9 +6,11 @@ A data set returns `Sample`s. Resizing is done in `image_loader.py`, and tokeniz
 from __future__ import annotations
 
 import abc
+import bisect
 import dataclasses
+import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,7 +19,7 @@ from e2e_vl.config import BoxSource, DataSettings
 from e2e_vl.data.tables import SerializedList, TextGroups, require_unique
 from e2e_vl.io import Record
 from e2e_vl.parts import check_name
-from e2e_vl.samples import Sample, SampleImage, SampleText
+from e2e_vl.samples import ImageKey, Sample, SampleImage, SampleText
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +86,12 @@ class VLDataset(abc.ABC):
         """Keep only those candidate boxes of a user's sample that the options select."""
         return sample
 
+    @classmethod
+    def files_by_image_id(cls, files: DataFiles, needs: DataNeeds, values: Mapping[str, str]) -> tuple[Path, ...]:
+        """The files of a split with boxes or features by image id; `values` are its placeholders."""
+        keys = [*needs.boxes.needs, *(cls.annotation_files if needs.annotations else ())]
+        return tuple(files.path(key, **values) for key in dict.fromkeys(keys) if key in files)
+
     @abc.abstractmethod
     def __len__(self) -> int:
         """Number of texts."""
@@ -99,6 +107,10 @@ class VLDataset(abc.ABC):
     def image_ids(self) -> Iterable[str]:
         """Ids of all images that box files must contain; empty if listing them would be slow."""
         return ()
+
+    def image_keys(self) -> Iterable[ImageKey]:
+        """The keys of the images of `image_ids`, in the same order."""
+        return (ImageKey(0, image_id) for image_id in self.image_ids())
 
     def check_classes(self, num_classes: int, detector_names: Sequence[str] | None = None) -> None:
         """Check that the classes of the annotated objects match the detector's class indices.
@@ -123,6 +135,42 @@ class VLDataset(abc.ABC):
                 )
 
 
+@dataclasses.dataclass(frozen=True)
+class JoinedSplit:
+    """One of the splits that "+" joins, or the only one."""
+
+    name: str
+    num_texts: int
+    images: Hashable  # where its images lie: the same image id in another place is another image
+    files: tuple[Path, ...] = ()  # with boxes or features by image id
+
+    @property
+    def source(self) -> tuple[Hashable, ...]:
+        """Splits of the same source share the images with the same ids."""
+        return self.images, self.files
+
+
+def require_distinct_ids(images: Iterable[tuple[ImageKey, Hashable]], splits: Sequence[JoinedSplit]) -> None:
+    """Raise a UserError if two images of joined splits have the same id in one file.
+
+    Args:
+        images: the key of each image, and where it lies.
+    """
+    files = list(itertools.chain.from_iterable(split.files for split in splits))
+    if len(set(files)) == len(files):  # no file is shared
+        return
+    first: dict[tuple[Path, str], tuple[int, Hashable]] = {}
+    for (part, image_id), place in images:
+        for path in splits[part].files:
+            first_part, first_place = first.setdefault((path, image_id), (part, place))
+            if first_place != place:
+                raise UserError(
+                    f"{path}: image {image_id} of the split {splits[first_part].name} ({first_place}) and image "
+                    f"{image_id} of the split {splits[part].name} ({place}) are two images with one id; set a file for "
+                    "each split in data.files, with {split} in its name, or give all images different ids"
+                )
+
+
 class TextRecord(Record):
     """One text of a `RecordDataset`, with the fields or properties `id`, `image_id`, `words` and `metadata`."""
 
@@ -144,19 +192,32 @@ class RecordDataset(VLDataset):
     groups: TextGroups
 
     def set_texts(
-        self, records: Sequence[Any], where: str, images: Iterable[Any] | None = None, *, need_labels: bool = False
+        self, records: Sequence[Any], where: str, splits: Sequence[JoinedSplit] = (), *, need_labels: bool = False
     ) -> None:
         """Store the records.
 
         Args:
-            images: keys to group by, one per record, if two images may have the same name.
+            splits: the joined splits, one after the other in `records`; empty: there is only one.
             need_labels: raise an error if no record has a label.
         """
         if not records or (need_labels and records[0].truth is None):
             raise UserError(f"{where}s: none found, or they have no labels for training; choose another split")
-        require_unique((record.id for record in records), where)
+        joined = "give the texts of joined splits different ids, by which predictions are told apart"
+        remedy = joined if len(splits) > 1 else "remove one of them"
+        require_unique((record.id for record in records), where, remedy)
         self.texts = records if isinstance(records, SerializedList) else SerializedList(records, type(records[0]))
-        self.groups = TextGroups.of_images(images or (record.image_names for record in records))
+        splits = splits or [JoinedSplit("", len(records), None)]
+        self._split_ends = list(itertools.accumulate(split.num_texts for split in splits))
+        numbers: dict[Hashable, int] = {}
+        source_of = [numbers.setdefault(split.source, len(numbers)) for split in splits]
+        names = ((source_of[self.part_of(text)], record.image_names) for text, record in enumerate(records))
+        self.groups = TextGroups.of_images(names)
+        if len(numbers) > 1:
+            require_distinct_ids(((key, splits[key.part].images) for key in self.image_keys()), splits)
+
+    def part_of(self, text: int) -> int:
+        """The index of the joined split that a text belongs to."""
+        return bisect.bisect_right(self._split_ends, text)
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -165,21 +226,32 @@ class RecordDataset(VLDataset):
         return self.texts[text].words
 
     def image_ids(self) -> Iterable[str]:
-        return (name for own in self.groups for name in self.texts[own[0]].image_names)
+        return (key.id for key in self.image_keys())
+
+    def image_keys(self) -> Iterable[ImageKey]:
+        for texts in self.groups:
+            part = self.part_of(texts[0])
+            for name in self.texts[texts[0]].image_names:
+                yield ImageKey(part, name)
 
     def truths(self) -> Iterable[Any]:
         return (record.truth for record in self.texts)
 
     def sample(self, texts: Sequence[int]) -> Sample:
-        images = tuple(self.image(name, texts[0]) for name in self.texts[texts[0]].image_names)
+        group = self.groups[self.groups.group_of(texts[0])]
+        first = group[0]  # several joined splits may have texts about the image: it belongs to the first of them
+        part = self.part_of(first)
+        images = tuple(
+            dataclasses.replace(self.image(name, first), part=part) for name in self.texts[first].image_names
+        )
         chosen = tuple(self.text(index) for index in texts)
         if not self.is_pool:
             return Sample(images, chosen)
-        return Sample(images, chosen, pool=self, own_texts=self.groups[self.groups.group_of(texts[0])])
+        return Sample(images, chosen, pool=self, own_texts=group)
 
     @abc.abstractmethod
     def image(self, name: str, text: int) -> SampleImage:
-        """One of the images of a text."""
+        """One of the images of a text; its `part` is set by `sample`."""
 
     def text(self, index: int) -> SampleText:
         """One text, with its ground truth."""

@@ -209,6 +209,7 @@ class Unreadable:
     images: tuple[str, ...]  # image ids of the request
     texts: tuple[int, ...]  # indices of the texts without a prediction
     reason: str
+    part: int = 0  # the joined split of the images, see `ImageKey`
 
 
 class BatchLoader:
@@ -282,8 +283,9 @@ class _Batches(Dataset):
                 try:
                     examples.append(self.dataset.read(request) if self.skip_unreadable else self.dataset[request])
                 except BrokenImageError as error:
-                    ids = tuple(image.id for image in self.dataset.dataset.sample(request.texts).images)
-                    unreadable.append(Unreadable(ids, request.texts, str(error.__cause__)))
+                    images = self.dataset.dataset.sample(request.texts).images
+                    ids = tuple(image.id for image in images)
+                    unreadable.append(Unreadable(ids, request.texts, str(error.__cause__), images[0].part))
             batch = self.collate(examples) if examples else None
         except (ValueError, OSError) as error:  # raised by readers for bad files and records
             return error

@@ -20,7 +20,7 @@ import contextlib
 import functools
 import logging
 import tarfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -32,14 +32,22 @@ from tqdm.auto import tqdm
 from detector.errors import MissingFileError, UserError, reading, user_path
 from detector.io import decode_json, read_json
 from e2e_vl.config import BoxSource
-from e2e_vl.data.base import DataFiles, DataNeeds, VLDataset, coco_image_set, split_names
+from e2e_vl.data.base import (
+    DataFiles,
+    DataNeeds,
+    JoinedSplit,
+    VLDataset,
+    coco_image_set,
+    require_distinct_ids,
+    split_names,
+)
 from e2e_vl.data.box_checks import require_pixels
-from e2e_vl.data.coco import CocoInstances
+from e2e_vl.data.coco import CocoInstances, open_instances
 from e2e_vl.data.config import CLASS_NAMES, CaptionOptions
 from e2e_vl.data.tables import Archives, SerializedList, SkippedRecords, TextGroups, TextLines, cached_array, read_range
 from e2e_vl.data.vcr import read_detected_objects
 from e2e_vl.io import Count, Id, Name, Record, Side
-from e2e_vl.samples import CandidateBoxes, ImageBytes, Sample, SampleImage, SampleText
+from e2e_vl.samples import CandidateBoxes, ImageBytes, ImageKey, Sample, SampleImage, SampleText
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +68,10 @@ class CaptionSource(abc.ABC):
     @abc.abstractmethod
     def image(self, group: int) -> Path | ImageBytes:
         """The file of the image with index `group`, or its contents."""
+
+    def part(self, group: int) -> int:
+        """The index of the joined split that the image belongs to."""
+        return 0
 
     def image_size(self, group: int) -> tuple[int, int] | None:
         """(height, width) according to the annotations, or None."""
@@ -88,47 +100,57 @@ class _CaptionsFile(Record):
 
 
 class _CaptionedImage(msgspec.Struct, array_like=True):
+    part: int  # the joined split
     name: str
-    file: str
+    file_name: str
     size: tuple[int, int] | None  # (height, width)
 
 
 class CocoCaptions(CaptionSource):
     """COCO's `captions_*.json`: about five captions per image.
 
-    Blank captions, captions of images that the file does not list, and images without captions are skipped, and their
+    Blank captions, captions of images that their file does not list, and images without captions are skipped, and their
     numbers are logged.
 
     Args:
-        parts: (caption file, image folder) pairs.
+        parts: (caption file, image folder) of each joined split. An image that several of them list, with the same id
+            and the same image file, is one image.
+        sources: of each joined split, what its images have besides: images of different sources are different images.
     """
 
-    def __init__(self, parts: Sequence[tuple[Path, Path]]) -> None:
-        images: dict[Id, _CaptionedImage] = {}
-        captions: dict[Id, list[str]] = {}
-        for path, folder in parts:
+    def __init__(self, parts: Sequence[tuple[Path, Path]], sources: Sequence[Hashable] | None = None) -> None:
+        self._folders = [folder for _, folder in parts]
+        numbers: dict[tuple[Hashable, Id, Path], int] = {}
+        images: list[_CaptionedImage] = []
+        captions: list[list[str]] = []
+        for part, (path, folder) in enumerate(parts):
             content = read_json(path, _CaptionsFile)
+            source = None if sources is None else sources[part]
+            number_of: dict[Id, int] = {}  # of the images of this file
             for row in content.images:
-                size = None if row.height is None or row.width is None else (row.height, row.width)
-                images[row.id] = _CaptionedImage(str(row.id), str(folder / row.file_name), size)
-            listed = {row.id for row in content.images}
+                number = numbers.setdefault((source, row.id, folder / row.file_name), len(images))
+                number_of[row.id] = number
+                if number == len(images):
+                    size = None if row.height is None or row.width is None else (row.height, row.width)
+                    images.append(_CaptionedImage(part, str(row.id), row.file_name, size))
+                    captions.append([])
             skipped = SkippedRecords(path)
             for row in content.annotations:
                 if not row.caption.strip():
                     skipped.add("blank captions, by image", row.image_id)
-                elif row.image_id not in listed:
+                elif row.image_id not in number_of:
                     skipped.add("captions of images that the file does not list", row.image_id)
                 else:
-                    captions.setdefault(row.image_id, []).append(row.caption)
+                    captions[number_of[row.image_id]].append(row.caption)
             skipped.log()
-        if len(captions) < len(images):
-            logger.warning("%s: %d images have no caption.", parts[0][0], len(images) - len(captions))
-        ids = [image_id for image_id in images if image_id in captions]
-        if not ids:
+        captioned = [number for number, own in enumerate(captions) if own]
+        if len(captioned) < len(images):
+            logger.warning("%s: %d images have no caption.", parts[0][0], len(images) - len(captioned))
+        if not captioned:
             raise UserError(f"{parts[0][0]} has no caption of an image that it lists; use another captions file.")
-        self._images = SerializedList((images[image_id] for image_id in ids), _CaptionedImage)
-        self._captions = SerializedList((caption for image_id in ids for caption in captions[image_id]), str)
-        self.groups = TextGroups.consecutive([len(captions[image_id]) for image_id in ids])
+        self._images = SerializedList((images[number] for number in captioned), _CaptionedImage)
+        self._captions = SerializedList((caption for own in captions for caption in own), str)
+        self.groups = TextGroups.consecutive([len(captions[number]) for number in captioned])
 
     def caption(self, text: int) -> str:
         return self._captions[text]
@@ -136,8 +158,12 @@ class CocoCaptions(CaptionSource):
     def name(self, group: int) -> str:
         return self._images[group].name
 
+    def part(self, group: int) -> int:
+        return self._images[group].part
+
     def image(self, group: int) -> Path:
-        return Path(self._images[group].file)
+        image = self._images[group]
+        return self._folders[image.part] / image.file_name
 
     def image_size(self, group: int) -> tuple[int, int] | None:
         return self._images[group].size
@@ -307,26 +333,31 @@ class CaptionDataset(VLDataset):
     box_sources = BoxSource.for_evaluation()
 
     def __init__(self, files: DataFiles, options: CaptionOptions, split: str, needs: DataNeeds) -> None:
-        self.source = _source(files, options, split, needs.boxes)
+        boxes = [self.files_by_image_id(files, needs, values) for values in _parts(options, split)]
+        self.source = _source(files, options, split, needs.boxes, boxes)
         self.groups = self.source.groups
         self.corpus = _corpus(files, options, split) if needs.training else None
         self.image_index = (0,) if options.use_images else ()
         # in VL-BERT's format, the caption files name the box files
         self.parts = [] if options.source == "json_lines" else _parts(options, split)
         self.min_object_score = options.min_object_score
-        self.instances: CocoInstances | None = None
-        self.metadata: Path | None = None
+        splits = [JoinedSplit(values["split"], 0, None, own) for values, own in zip(self.parts, boxes, strict=False)]
+        image_files = ((key, self.source.image(group)) for group, key in enumerate(self.image_keys()))
+        require_distinct_ids(image_files, splits)
+        # of each joined split
+        self.instances: list[CocoInstances] = []
+        self.metadata: list[Path] = []
         if not needs.annotations:
             return
         if options.source != "coco":
             raise UserError("Annotated objects need data.config.source=coco and data.files.instances (or metadata).")
         if "metadata" in files:
-            self.metadata = files.path("metadata", split=split)
+            self.metadata = [files.path("metadata", **values) for values in self.parts]
             self.class_names = CLASS_NAMES
+            self._require_distinct_metadata()
         else:
-            self.instances = CocoInstances(files.path("instances", split=split))
-            self.instances.require_images(self.image_ids())
-            self.class_names = self.instances.class_names
+            self.instances = open_instances(files, self.parts, self.image_keys())
+            self.class_names = self.instances[0].class_names
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: CaptionOptions, split: str) -> Iterable[str]:
@@ -344,18 +375,36 @@ class CaptionDataset(VLDataset):
 
     def image_ids(self) -> Iterable[str]:
         """Only for COCO captions: reading millions of names would be slow."""
+        return (key.id for key in self.image_keys())
+
+    def image_keys(self) -> Iterable[ImageKey]:
         if not isinstance(self.source, CocoCaptions):
             return ()
-        return (self.source.name(group) for group in range(len(self.groups)))
+        return (ImageKey(self.source.part(group), self.source.name(group)) for group in range(len(self.groups)))
+
+    def _metadata_file(self, group: int) -> Path:
+        folder = self.metadata[self.source.part(group)]
+        return folder / self.source.image(group).with_suffix(".json").name
+
+    def _require_distinct_metadata(self) -> None:
+        """Raise a UserError if two image files share a metadata file."""
+        image_of: dict[Path, Path] = {}
+        for group in range(len(self.groups)):
+            file, image = self._metadata_file(group), self.source.image(group)
+            if image_of.setdefault(file, image) != image:
+                raise UserError(
+                    f"{file} would have the boxes of two images, {image_of[file]} and {image}; set a folder for each "
+                    "split in data.files.metadata, with {split} in its name, or give the images different names"
+                )
 
     def sample(self, texts: Sequence[int]) -> Sample:
         group = self.groups.group_of(texts[0])
-        name, size, objects = self.source.name(group), self.source.image_size(group), None
-        if self.instances is not None:
-            objects = self.instances.objects(name)
-        elif self.metadata is not None:
-            file = self.metadata / self.source.image(group).with_suffix(".json").name
-            size, objects = read_detected_objects(file, self.min_object_score)
+        name, part = self.source.name(group), self.source.part(group)
+        size, objects = self.source.image_size(group), None
+        if self.instances:
+            objects = self.instances[part].objects(name)
+        elif self.metadata:
+            size, objects = read_detected_objects(self._metadata_file(group), self.min_object_score)
         has_files = isinstance(self.source, CocoCaptions)  # the others search archives to find an image
         image = SampleImage(
             name,
@@ -363,6 +412,7 @@ class CaptionDataset(VLDataset):
             size,
             objects=objects,
             boxes=self.source.boxes(group),
+            part=part,
         )
         captions = tuple(
             SampleText(text, self.source.caption(text), {"image_id": name}, image_index=self.image_index)
@@ -378,11 +428,18 @@ def _parts(options: CaptionOptions, split: str) -> list[dict[str, str]]:
     return [{"split": name, "images": coco_image_set(name) or name} for name in split_names(split)]
 
 
-def _source(files: DataFiles, options: CaptionOptions, split: str, boxes: BoxSource) -> CaptionSource:
-    """The captions of a split, with their stored boxes if the box source needs them."""
+def _source(
+    files: DataFiles,
+    options: CaptionOptions,
+    split: str,
+    boxes: BoxSource,
+    sources: Sequence[Hashable] | None = None,
+) -> CaptionSource:
+    """The captions of a split, with their stored boxes if the box source needs them; `sources`: see `CocoCaptions`."""
     if options.source == "coco":
+        parts = _parts(options, split)
         return CocoCaptions(
-            [(files.path("captions", **values), files.path("images", **values)) for values in _parts(options, split)]
+            [(files.path("captions", **values), files.path("images", **values)) for values in parts], sources
         )
     if options.source == "shards":
         return ShardCaptions(files.path("shards", split=split), _index_folder(files, options))

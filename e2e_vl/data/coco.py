@@ -6,7 +6,7 @@ Batches consist of texts about images, so each image gets one empty text, whose 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,7 +21,7 @@ from e2e_vl.data.box_checks import check_file_boxes
 from e2e_vl.data.config import NoOptions
 from e2e_vl.data.tables import RowIndex, SerializedList, require_unique
 from e2e_vl.io import FourNumbers, Id, Name, Record, Side, Words
-from e2e_vl.samples import AnnotatedObjects, Categories, Sample, SampleImage, SampleText
+from e2e_vl.samples import AnnotatedObjects, Categories, ImageKey, Sample, SampleImage, SampleText
 
 logger = logging.getLogger(__name__)
 
@@ -182,6 +182,36 @@ class CocoInstances:
     def sample_image(self, image_id: Id, file: Path) -> SampleImage:
         image = self[image_id]
         return SampleImage(str(image.id), file, (image.height, image.width), self.objects(image_id))
+
+
+def open_instances(
+    files: DataFiles, parts: Sequence[Mapping[str, str]], images: Iterable[ImageKey] = ()
+) -> list[CocoInstances]:
+    """Open the instances file of each joined split; splits may share a file.
+
+    Args:
+        parts: the placeholders of each split, see `VLDataset.parts`.
+        images: that the files must contain.
+
+    Raises:
+        UserError: an image is missing, or the files have different categories, so that a class would have several
+            meanings.
+    """
+    paths = [files.path("instances", **values) for values in parts]
+    opened = {path: CocoInstances(path) for path in dict.fromkeys(paths)}
+    first = opened[paths[0]]
+    for path, instances in opened.items():
+        if instances.class_names != first.class_names:
+            raise UserError(
+                f"{path} and {first.path} have different categories; joined splits need the same categories, with ids "
+                "in the same order"
+            )
+    image_ids: dict[Path, list[str]] = {path: [] for path in opened}
+    for part, image_id in images:
+        image_ids[paths[part]].append(image_id)
+    for path, instances in opened.items():
+        instances.require_images(image_ids[path])
+    return [opened[path] for path in paths]
 
 
 class CocoDetectionDataset(VLDataset):

@@ -22,10 +22,10 @@ from e2e_vl.config import BoxSource
 from e2e_vl.data.base import DataFiles, DataNeeds, VLDataset, check_boxes_source, normalise_class_name, open_options
 from e2e_vl.data.config import JoinedOptions, PartSettings
 from e2e_vl.data.image_loader import BoxReader, open_boxes_of
-from e2e_vl.data.tables import TextGroups
+from e2e_vl.data.tables import TextGroups, require_unique
 from e2e_vl.io import read_text
 from e2e_vl.parts import DATASETS
-from e2e_vl.samples import Sample, SampleImage, SampleText, TextPool
+from e2e_vl.samples import ImageKey, Sample, SampleImage, SampleText, TextPool
 
 
 @dataclasses.dataclass
@@ -67,15 +67,16 @@ class JoinedDataset(VLDataset):
             check_boxes_source(kind, name, needs.boxes)
             dataset = kind(own_files, own_options, part.splits[split], needs)
             box_reader = open_boxes_of(dataset, own_files.settings, needs.boxes)
-            groups, image_ids = _kept_groups(name, part, dataset, files.root)
+            groups, images = _kept_groups(name, part, dataset, files.root)
             if box_reader is not None:
-                box_reader.require_images(image_ids, f"{split} of {name}")
+                box_reader.require_images(images, f"{split} of {name}")
             texts = np.fromiter(itertools.chain.from_iterable(groups), dtype=np.int64)
             ascending = np.sort(texts)
             self.members.append(JoinedPart(part.images or f"of {name}", dataset, box_reader, ascending))
             if part.images is not None:
-                for group, image_id in enumerate(image_ids, start=len(counts)):
-                    self._same_image.setdefault((part.images, image_id), []).append(group)
+                # an id that two joined splits of a part use excludes too many mismatched texts, never too few
+                for group, image in enumerate(images, start=len(counts)):
+                    self._same_image.setdefault((part.images, image.id), []).append(group)
             numbers.append(self.starts[-1] + np.searchsorted(ascending, texts))
             counts += map(len, groups)
             self.starts.append(self.starts[-1] + len(texts))
@@ -179,7 +180,7 @@ class JoinedDataset(VLDataset):
         if self.class_names is not None and objects is not None and objects.classes is None:
             objects = dataclasses.replace(objects, classes=np.full(len(objects), -1, dtype=np.int64))
         if boxes is None and member.box_reader is not None:
-            boxes = member.box_reader.read(image.id)
+            boxes = member.box_reader.of_part(image.part).read(image.id)
         space, photo_aliases = member.dataset.id_space, image.photo_aliases
         if space is not None and not photo_aliases:
             photo_aliases = ((space, image.id),)
@@ -195,13 +196,15 @@ class JoinedDataset(VLDataset):
 
 def _kept_groups(
     name: str, part: PartSettings, dataset: VLDataset, root: Path
-) -> tuple[Sequence[Sequence[int]], list[str]]:
-    """The groups that `only_images` and `without_images` keep, and their image ids (empty if unknown)."""
-    ids = list(dataset.image_ids())
-    if len(ids) != len(dataset.groups):  # ids are unknown, or a group has several images
-        ids = []
+) -> tuple[Sequence[Sequence[int]], list[ImageKey]]:
+    """The groups that `only_images` and `without_images` keep, and their images (empty if unknown)."""
+    images = list(dataset.image_keys())
+    if len(images) != len(dataset.groups):  # ids are unknown, or a group has several images
+        images = []
     if part.only_images is None and part.without_images is None:
-        return dataset.groups, ids
+        return dataset.groups, images
+    ids = [key.id for key in images]
+    require_unique(ids, f"data.config.parts.{name}: only_images and without_images need one image per id; image")
     only = None if part.only_images is None else set(read_text(root / part.only_images).split())
     without = set() if part.without_images is None else set(read_text(root / part.without_images).split())
     kept = [row for row, one in enumerate(ids) if (only is None or one in only) and one not in without]
@@ -210,4 +213,4 @@ def _kept_groups(
             f"data.config.parts.{name}: no image is left by only_images and without_images; they list ids such as "
             f"{', '.join(ids[:1]) or 'those of a data set that lists its images'}"
         )
-    return [dataset.groups[row] for row in kept], [ids[row] for row in kept]
+    return [dataset.groups[row] for row in kept], [images[row] for row in kept]

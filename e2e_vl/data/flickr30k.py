@@ -23,8 +23,8 @@ from xml.etree import ElementTree
 import numpy as np
 
 from detector.errors import UserError
-from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, TextRecord, split_names
-from e2e_vl.data.coco import CocoInstances
+from e2e_vl.data.base import DataFiles, DataNeeds, JoinedSplit, RecordDataset, TextRecord, split_names
+from e2e_vl.data.coco import CocoInstances, open_instances
 from e2e_vl.data.config import Flickr30KOptions
 from e2e_vl.data.tables import SerializedDict, SkippedRecords
 from e2e_vl.io import Record, read_text
@@ -138,28 +138,33 @@ class Flickr30KDataset(RecordDataset):
         self.parts = [{"split": name} for name in split_names(split)]
         self.folder = files.path("images")
         self.annotations_folder = files.path("annotations")
-        captions = list(_captions(files, split))
+        captions = [list(_captions(files, values["split"])) for values in self.parts]
         skipped = SkippedRecords(self.annotations_folder)
-        annotated = {caption.image_id: None for caption in captions}
+        annotated = {caption.image_id: None for caption in itertools.chain(*captions)}
         for image_id in annotated:
             image = read_annotation(self.annotations_folder / f"{image_id}.xml")
             annotated[image_id] = self._without_odd_boxes(image, image_id, skipped)
         skipped.log()
         self.annotated = SerializedDict(annotated.items(), AnnotatedImage, str(self.annotations_folder))
         chains = {image_id: set(itertools.chain(*image.names)) for image_id, image in annotated.items()}
-        boxed = [
-            one for one in captions if any(phrase.chain in chains[one.image_id] for phrase in one.sentence.phrases)
-        ]
-        self.left_out = len(captions) - len(boxed)
+        boxed: list[Caption] = []
+        splits: list[JoinedSplit] = []
+        for values, own in zip(self.parts, captions, strict=True):
+            num_before = len(boxed)
+            for caption in own:
+                if any(phrase.chain in chains[caption.image_id] for phrase in caption.sentence.phrases):
+                    boxed.append(caption)
+            boxes = self.files_by_image_id(files, needs, values)
+            splits.append(JoinedSplit(values["split"], len(boxed) - num_before, self.folder, boxes))
+        self.left_out = sum(map(len, captions)) - len(boxed)
         if self.left_out:
             logger.warning("%s: skipped %d captions without a phrase that has a box.", split, self.left_out)
-        self.set_texts(boxed, f"the splits {split}: captioned image")
-        self.instances = None
+        self.set_texts(boxed, f"the splits {split}: captioned image", splits)
+        self.instances: list[CocoInstances] = []  # of each split
         # detection losses need classes, which the annotated boxes lack
         if needs.objects or (needs.annotations and "instances" in files):
-            self.instances = CocoInstances(files.path("instances", split=split))
-            self.instances.require_images(self.image_ids())
-            self.class_names = self.instances.class_names
+            self.instances = open_instances(files, self.parts, self.image_keys())
+            self.class_names = self.instances[0].class_names
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: Flickr30KOptions, split: str) -> Iterable[str]:
@@ -170,8 +175,8 @@ class Flickr30KDataset(RecordDataset):
 
     def image(self, name: str, text: int) -> SampleImage:
         file, annotated = self.options.file(self.folder, name), self.annotated[name]
-        if self.instances is not None:
-            return self.instances.sample_image(name, file)
+        if self.instances:
+            return self.instances[self.part_of(text)].sample_image(name, file)
         boxes = self._moved(np.array(annotated.boxes, dtype=np.float64).reshape(-1, 4))
         objects = AnnotatedObjects(boxes, str(self.annotations_folder / f"{name}.xml"))
         return SampleImage(name, file, annotated.size, objects)

@@ -24,9 +24,9 @@ import numpy as np
 from msgspec import field
 
 from detector.errors import MissingFileError, UserError, user_path
-from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, TextRecord, split_names
+from e2e_vl.data.base import DataFiles, DataNeeds, JoinedSplit, RecordDataset, TextRecord, split_names
 from e2e_vl.data.box_checks import require_pixels
-from e2e_vl.data.coco import CocoInstances
+from e2e_vl.data.coco import CocoInstances, open_instances
 from e2e_vl.data.config import GQAOptions
 from e2e_vl.data.tables import SerializedDict, SerializedList, SkippedRecords, stream_dict
 from e2e_vl.io import Pixel, Record, Side, Words
@@ -203,16 +203,26 @@ class GQADataset(RecordDataset):
         self.options = options
         self.folder = files.path("images")
         self.parts = [{"split": name, "part": name.partition("_")[0]} for name in split_names(split)]
-        questions = SerializedList(read_questions(_question_files(files, split)), GQAQuestion)
-        self.set_texts(questions, f"the splits {split}: question")
-        # of all images: COCO's objects, or else scene graphs, whose objects are the candidate boxes; for the metrics:
-        # answer choices and scene graphs; None: not needed
-        self.instances = self.scene_graphs = self.choices = self.grounding_graphs = None
+        splits: list[JoinedSplit] = []
+
+        def questions() -> Iterator[GQAQuestion]:
+            for values in self.parts:
+                number = 0
+                for question in read_questions(_question_files(files, values["split"])):
+                    number += 1
+                    yield question
+                boxes = self.files_by_image_id(files, needs, values)
+                splits.append(JoinedSplit(values["split"], number, self.folder, boxes))
+
+        self.set_texts(SerializedList(questions(), GQAQuestion), f"the splits {split}: question", splits)
+        self.instances: list[CocoInstances] = []  # of each split: COCO's objects
+        # of all images: scene graphs, whose objects are the candidate boxes, where there are no instances; for the
+        # metrics: answer choices and scene graphs; None: not needed
+        self.scene_graphs = self.choices = self.grounding_graphs = None
         # detection losses need classes; the objects of scene graphs have only free-text names
         if needs.objects or (needs.annotations and "instances" in files):
-            self.instances = CocoInstances(files.path("instances", **self.parts[0]))
-            self.instances.require_images(self.image_ids())
-            self.class_names = self.instances.class_names
+            self.instances = open_instances(files, self.parts, self.image_keys())
+            self.class_names = self.instances[0].class_names
         elif needs.annotations:
             self.scene_graphs = read_scene_graphs(files.path("scene_graphs", **part) for part in self.parts)
             self.scene_graphs.require(self.image_ids())
@@ -265,8 +275,8 @@ class GQADataset(RecordDataset):
 
     def image(self, name: str, text: int) -> SampleImage:
         file = self.options.file(self.folder, name)
-        if self.instances is not None:
-            return self.instances.sample_image(name, file)
+        if self.instances:
+            return self.instances[self.part_of(text)].sample_image(name, file)
         if self.scene_graphs is None:
             return SampleImage(name, file)
         graph = self.scene_graphs[name]

@@ -26,7 +26,15 @@ from e2e_vl.data.box_checks import require_pixels, warn_of_boxes_outside
 from e2e_vl.data.features import FeatureStore, open_features
 from e2e_vl.examples import DetectionObjects, ImageExample, ImageTransform
 from e2e_vl.io import FourNumbers, Id, Record, Score, box_corners
-from e2e_vl.samples import DETECTED, AnnotatedObjects, BrokenImageError, CandidateBoxes, ImageBytes, SampleImage
+from e2e_vl.samples import (
+    DETECTED,
+    AnnotatedObjects,
+    BrokenImageError,
+    CandidateBoxes,
+    ImageBytes,
+    ImageKey,
+    SampleImage,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +46,10 @@ class BoxReader(abc.ABC):
 
     files: Sequence[Path]
 
+    def of_part(self, part: int) -> BoxReader:
+        """The reader of one of the joined splits, see `ImageKey`."""
+        return self
+
     @abc.abstractmethod
     def __contains__(self, image_id: str) -> bool:
         """Whether any file contains the image."""
@@ -46,15 +58,39 @@ class BoxReader(abc.ABC):
     def read(self, image_id: str) -> CandidateBoxes:
         """The boxes of one image."""
 
-    def require_images(self, image_ids: Iterable[str], split: str) -> None:
+    def require_images(self, images: Iterable[ImageKey], split: str) -> None:
         """Raise a UserError if images of the split are missing."""
-        missing = [image_id for image_id in image_ids if image_id not in self]
+        missing = [key for key in images if key.id not in self.of_part(key.part)]
         if missing:
             more = f" (and {len(missing) - 1} more images)" if len(missing) > 1 else ""
+            files = self.of_part(missing[0].part).files
             raise UserError(
-                f"{', '.join(map(str, self.files))}: no boxes for image {missing[0]}{more} of the split {split}; use "
+                f"{', '.join(map(str, files))}: no boxes for image {missing[0].id}{more} of the split {split}; use "
                 "the file of this data set, extract the features, or choose another box source (gt or online)"
             )
+
+
+class BoxesOfParts(BoxReader):
+    """Candidate boxes of joined splits with files of their own: an image is read from the file of its split."""
+
+    def __init__(self, readers: Sequence[BoxReader]) -> None:
+        self.readers = readers
+        self.files = list(dict.fromkeys(file for reader in readers for file in reader.files))
+
+    def of_part(self, part: int) -> BoxReader:
+        return self.readers[part]
+
+    def __contains__(self, image_id: str) -> bool:
+        return any(image_id in reader for reader in self.readers)
+
+    def read(self, image_id: str) -> CandidateBoxes:
+        """The boxes of one image whose id only one of the splits uses."""
+        readers = [reader for reader in dict.fromkeys(self.readers) if image_id in reader]
+        if len(readers) > 1:
+            raise UserError(
+                f"{', '.join(map(str, self.files))}: image {image_id} is in several files; read it with `of_part`"
+            )
+        return (readers or self.readers)[0].read(image_id)
 
 
 class _Detection(Record):
@@ -93,7 +129,7 @@ class DetectedBoxes(BoxReader):
         return image_id in self._found
 
     def read(self, image_id: str) -> CandidateBoxes:
-        self.require_images([image_id], "data")
+        self.require_images([ImageKey(0, image_id)], "data")
         path, boxes, scores = self._found[image_id]
         return CandidateBoxes(boxes[select_regions(scores, self.selection).numpy()], f"{path}: image {image_id}")
 
@@ -169,27 +205,33 @@ def open_boxes_of(dataset: VLDataset, settings: DataSettings, boxes: BoxSource) 
     if key is None or not dataset.parts:
         return None
     data_files, _ = open_options(type(dataset), settings)
-    files = list(dict.fromkeys(data_files.path(key, **values) for values in dataset.parts))
+    files = [data_files.path(key, **values) for values in dataset.parts]
     with_features = boxes is BoxSource.PRECOMPUTED
     limit = settings.boxes.max_precomputed if with_features else None
-    reader = open_boxes(files, settings.boxes.selection, with_features=with_features, limit=limit)
-    if isinstance(reader, DetectedBoxes):
-        reader.warn_of_boxes_outside(_some_image_sizes(dataset))
-    return reader
+    readers = {
+        file: open_boxes([file], settings.boxes.selection, with_features=with_features, limit=limit)
+        for file in dict.fromkeys(files)
+    }
+    if any(isinstance(reader, DetectedBoxes) for reader in readers.values()):
+        sizes = _some_image_sizes(dataset)
+        for file, reader in readers.items():
+            if isinstance(reader, DetectedBoxes):
+                reader.warn_of_boxes_outside({key.id: size for key, size in sizes.items() if files[key.part] == file})
+    return readers[files[0]] if len(readers) == 1 else BoxesOfParts([readers[file] for file in files])
 
 
 _IMAGES_COMPARED = 200  # with the boxes of a file of detections, which has no image sizes
 
 
-def _some_image_sizes(dataset: VLDataset) -> dict[str, tuple[int, int]]:
-    """The annotated (height, width) of evenly spaced images of a split, by image id."""
-    sizes: dict[str, tuple[int, int]] = {}
+def _some_image_sizes(dataset: VLDataset) -> dict[ImageKey, tuple[int, int]]:
+    """The annotated (height, width) of evenly spaced images of a split."""
+    sizes: dict[ImageKey, tuple[int, int]] = {}
     number = len(dataset.groups)
     for row in range(0, number, max(number // _IMAGES_COMPARED, 1)):
         texts = dataset.groups[row][:1]
         with contextlib.suppress(UserError):  # a damaged record is reported when it is loaded
             images = dataset.sample(texts).images if len(texts) else ()
-            sizes |= {image.id: image.size for image in images if image.size is not None}
+            sizes |= {image.key: image.size for image in images if image.size is not None}
     return sizes
 
 
@@ -298,9 +340,9 @@ class ImageLoader:
         self.rules, self.source, self.box_reader = rules, source, box_reader
         self._warned_of_empty_mask = False
 
-    def require_images(self, image_ids: Iterable[str], split: str) -> None:
+    def require_images(self, images: Iterable[ImageKey], split: str) -> None:
         if self.box_reader is not None:
-            self.box_reader.require_images(image_ids, split)
+            self.box_reader.require_images(images, split)
 
     def draw_augmentation(self, generator: np.random.Generator) -> Augmentation:
         flip = bool(generator.random() < self.rules.flip_probability)
@@ -316,7 +358,7 @@ class ImageLoader:
         """
         found = image.boxes
         if found is None and self.box_reader is not None:
-            found = self.box_reader.read(image.id)
+            found = self.box_reader.of_part(image.part).read(image.id)
         self._check_annotations(image, found)
         if found is not None and found.features is not None:
             example = self._precomputed(image, found, augmentation)

@@ -19,7 +19,7 @@ from msgspec import field
 
 from detector.errors import UserError
 from e2e_vl.config import BoxSource
-from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, TextRecord, split_names
+from e2e_vl.data.base import DataFiles, DataNeeds, JoinedSplit, RecordDataset, TextRecord, split_names
 from e2e_vl.data.config import ImageSets, SentenceOptions
 from e2e_vl.data.features import open_features
 from e2e_vl.data.nlvr2 import LABELS
@@ -116,14 +116,17 @@ class LXMERTDataset(RecordDataset):
         self.parts = [options.values(name) for name in split_names(split)]
         self.folders: list[Path] = []  # image folder of each split; empty if no images are read
         texts: list[Any] = []
-        self._ends: list[int] = []
+        splits: list[JoinedSplit] = []
         for values in self.parts:
-            own = self.read(files.path(self.key, **values), options)
-            texts += _kept(own, options, files, values, needs)
-            self._ends.append(len(texts))
+            own = _kept(self.read(files.path(self.key, **values), options), options, files, values, needs)
+            texts += own
+            image_names = None  # only the features say where images come from
             if needs.boxes is not BoxSource.PRECOMPUTED:
                 self.folders.append(files.path("images", **values))
-        self.set_texts(texts, f"the splits {split}: text", need_labels=needs.training and self.needs_labels)
+                image_names = options.file(self.folders[-1], "ID")
+            boxes = self.files_by_image_id(files, needs, values)
+            splits.append(JoinedSplit(values["split"], len(own), image_names, boxes))
+        self.set_texts(texts, f"the splits {split}: text", splits, need_labels=needs.training and self.needs_labels)
 
     @classmethod
     def read(cls, path: Path, options: ImageSets) -> list[Any]:
@@ -139,8 +142,7 @@ class LXMERTDataset(RecordDataset):
             yield from cls.read(files.path(cls.key, **options.values(name)), options)
 
     def image(self, name: str, text: int) -> SampleImage:
-        part = next(number for number, end in enumerate(self._ends) if text < end)
-        folder = self.folders[part] if self.folders else Path()
+        folder = self.folders[self.part_of(text)] if self.folders else Path()
         return SampleImage(name, self.options.file(folder, name), photo_aliases=aliases_of_id(name))
 
 

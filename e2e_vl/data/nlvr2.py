@@ -17,8 +17,8 @@ from typing import Annotated, Literal
 from msgspec import Meta, field
 
 from detector.errors import UserError
-from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, TextRecord, split_names
-from e2e_vl.data.coco import CocoInstances
+from e2e_vl.data.base import DataFiles, DataNeeds, JoinedSplit, RecordDataset, TextRecord, split_names
+from e2e_vl.data.coco import CocoInstances, open_instances
 from e2e_vl.data.config import NLVR2Options
 from e2e_vl.data.tables import SkippedRecords, drop_repeats, stream_lines
 from e2e_vl.io import Id, Words
@@ -72,25 +72,28 @@ class NLVR2Dataset(RecordDataset):
 
     def __init__(self, files: DataFiles, options: NLVR2Options, split: str, needs: DataNeeds) -> None:
         self.options = options
-        self.folders: dict[str, Path] = {}  # of images, by the first part of the identifiers
+        self.folders: list[Path] = []  # of images, for each split
         self.parts: list[dict[str, str]] = []
         examples: list[PairStatement] = []
-        objects: dict[str, tuple[CocoInstances, int | str]] = {}  # annotated, by the name of the image
+        splits: list[JoinedSplit] = []
         for name in split_names(split):
             own = read_examples(files.path("examples", split=name))
             values = {"split": name, "images": own[0].id.partition("-")[0]}
-            self.folders[values["images"]] = files.path("images", **values)
-            if needs.annotations:
-                instances = CocoInstances(files.path("instances", **values))
-                objects |= {PurePosixPath(one.file_name).stem: (instances, one.id) for one in instances.images}
-                self.class_names = instances.class_names
+            folder = files.path("images", **values)
+            splits.append(JoinedSplit(name, len(own), folder, self.files_by_image_id(files, needs, values)))
+            self.folders.append(folder)
             examples += own
             self.parts.append(values)
-        self.set_texts(examples, f"the splits {split}: example", need_labels=needs.training)
-        self.objects = objects if needs.annotations else None
-        missing = next((name for name in self.image_ids() if needs.annotations and name not in objects), None)
-        if missing is not None:
-            raise UserError(f"{instances.path}: no image is named {missing}; use the instances file of these pairs")
+        self.set_texts(examples, f"the splits {split}: example", splits, need_labels=needs.training)
+        self.instances: list[CocoInstances] = []  # of each split
+        if needs.annotations:
+            self.instances = open_instances(files, self.parts)
+            self.class_names = self.instances[0].class_names
+            self._ids_of_names = {instances.path: _ids_of_names(instances) for instances in self.instances}
+            for part, name in self.image_keys():
+                path = self.instances[part].path
+                if name not in self._ids_of_names[path]:
+                    raise UserError(f"{path}: no image is named {name}; use the instances file of these pairs")
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: NLVR2Options, split: str) -> Iterable[str]:
@@ -101,8 +104,15 @@ class NLVR2Dataset(RecordDataset):
         example, place = self.texts[text], f"{name}{self.options.suffix}"
         if example.directory is not None and self.options.use_folders:
             place = f"{example.directory}/{place}"
-        file = self.folders[name.partition("-")[0]] / place
-        if self.objects is None:
+        part = self.part_of(text)
+        file = self.folders[part] / place
+        if not self.instances:
             return SampleImage(name, file)
-        instances, image_id = self.objects[name]
+        instances = self.instances[part]
+        image_id = self._ids_of_names[instances.path][name]
         return dataclasses.replace(instances.sample_image(image_id, file), id=name)
+
+
+def _ids_of_names(instances: CocoInstances) -> dict[str, Id]:
+    """The id of each image, by its file name without folder and suffix."""
+    return {PurePosixPath(image.file_name).stem: image.id for image in instances.images}

@@ -108,12 +108,12 @@ class SerializedDict(Generic[Item]):
                 raise UserError(f"{self._where}: no entry {id}; use files of the same split and release")
 
 
-def require_unique(ids: Iterable[Any], what: str) -> None:
+def require_unique(ids: Iterable[Any], what: str, remedy: str = "remove one of them") -> None:
     """Raise a UserError if an id occurs twice; `what` names the file and the kind of record."""
     seen = set()
     for id in ids:
         if id in seen:
-            raise UserError(f"{what} {id} is listed twice; remove one of them")
+            raise UserError(f"{what} {id} is listed twice; {remedy}")
         seen.add(id)
 
 

@@ -11,7 +11,6 @@ test-dev2015)
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import logging
 from collections import Counter
@@ -23,8 +22,16 @@ from msgspec import Meta
 
 from detector.errors import UserError
 from detector.io import read_json
-from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, TextRecord, coco_image_set, split_names
-from e2e_vl.data.coco import CocoInstances
+from e2e_vl.data.base import (
+    DataFiles,
+    DataNeeds,
+    JoinedSplit,
+    RecordDataset,
+    TextRecord,
+    coco_image_set,
+    split_names,
+)
+from e2e_vl.data.coco import CocoInstances, open_instances
 from e2e_vl.data.config import VQAOptions
 from e2e_vl.data.tables import SkippedRecords, drop_repeats, stream_list
 from e2e_vl.io import Id, Record, Words
@@ -123,7 +130,6 @@ class VQADataset(RecordDataset):
     """Questions of one split, or of several joined by "+" (train2014+val2014), grouped by image.
 
     Attributes:
-        starts: the first question of each split.
         folders, instances: for each split.
     """
 
@@ -132,24 +138,24 @@ class VQADataset(RecordDataset):
     def __init__(self, files: DataFiles, options: VQAOptions, split: str, needs: DataNeeds) -> None:
         self.options = options
         self.parts: list[dict[str, str]] = []
-        self.starts: list[int] = []
         self.folders: list[Path] = []
         self.instances: list[CocoInstances] = []
         questions: list[VQAQuestion] = []
+        splits: list[JoinedSplit] = []
         for name in split_names(split):
             own = _read_split(files, name, annotated=needs.training)
             _complete_answers(own, files, name, repeat=options.repeat_answers)
             values = {"split": name, "images": own[0].image_set}
-            if needs.annotations and "instances" in files:
-                self.instances.append(CocoInstances(files.path("instances", **values)))
-                self.instances[-1].require_images(question.image_id for question in own)
-                self.class_names = self.instances[-1].class_names
+            folder = files.path("images", **values)
+            image_names = options.file(folder, "ID", images=values["images"])
+            splits.append(JoinedSplit(name, len(own), image_names, self.files_by_image_id(files, needs, values)))
             self.parts.append(values)
-            self.starts.append(len(questions))
-            self.folders.append(files.path("images", **values))
+            self.folders.append(folder)
             questions += own
-        images = ((question.image_set, question.image_id) for question in questions)
-        self.set_texts(questions, f"the splits {split}: question", images)
+        self.set_texts(questions, f"the splits {split}: question", splits)
+        if needs.annotations and "instances" in files:
+            self.instances = open_instances(files, self.parts, self.image_keys())
+            self.class_names = self.instances[0].class_names
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: VQAOptions, split: str) -> Iterable[str]:
@@ -163,9 +169,9 @@ class VQADataset(RecordDataset):
         return {question.id: question.most_frequent for question in questions}
 
     def image(self, name: str, text: int) -> SampleImage:
-        part, image_id = bisect.bisect_right(self.starts, text) - 1, self.texts[text].image_id
+        part = self.part_of(text)
         file = self.options.file(self.folders[part], name, images=self.parts[part]["images"])
-        return self.instances[part].sample_image(image_id, file) if self.instances else SampleImage(name, file)
+        return self.instances[part].sample_image(name, file) if self.instances else SampleImage(name, file)
 
 
 def _read_split(files: DataFiles, name: str, *, annotated: bool) -> list[VQAQuestion]:

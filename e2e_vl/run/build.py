@@ -303,7 +303,7 @@ def build_examples(
         dataset.check_classes(model.detector.num_classes, model.detector.class_names)
     preprocessor = model.task.preprocessor(build_text_tokenizer(config, model, tokenizer, training=training))
     loader = build_loader(config, model, dataset, boxes, training=training)
-    loader.require_images(dataset.image_ids(), split)
+    loader.require_images(dataset.image_keys(), split)
     skip_broken = config.data.skip_broken and training
     return ExampleDataset(dataset, loader, preprocessor, seed=config.seed, skip_broken=skip_broken)
 

@@ -231,7 +231,7 @@ def evaluate_split(
     )
     scores = on_main(accelerator, lambda: compute_metrics(model.task, predictions))
     if unreadable:
-        scores["unreadable_images"] = len({image for one in unreadable for image in one.images})
+        scores["unreadable_images"] = len({(one.part, image) for one in unreadable for image in one.images})
     if losses is not None:
         scores |= losses.metrics(config)
     if max_images is None:

@@ -5,20 +5,25 @@ from __future__ import annotations
 import functools
 import json
 import pickle
+import shutil
 import types
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from PIL import Image
 
 from detector.errors import UserError
-from e2e_vl.config import DataSettings
+from e2e_vl.config import BoxSource, DataSettings
 from e2e_vl.data.base import DataFiles, VLDataset
 from e2e_vl.data.batching import Request, collate
+from e2e_vl.data.features import RegionFeatures, save_npz
+from e2e_vl.data.image_loader import Augmentation, open_boxes_of
+from e2e_vl.parts import DATASETS
 from e2e_vl.samples import AnnotatedObjects, Sample, SampleImage, SampleText
-from tests.data.helpers import DOUBLE, SAME, examples
+from tests.data.helpers import DOUBLE, SAME, examples, make_loader, open_dataset, refused, write_json, write_json_lines
 
 KNOWN = ("images", "captions", "corpus")
 BOXES = {7: [[10, 20, 30, 40], [60, 10, 90, 40], [0, 0, 100, 60]], 3: [[5.5, 10, 25.75, 70]]}
@@ -121,3 +126,132 @@ def test_a_text_may_be_about_two_images(tmp_path, tiny):
     data = examples(data.dataset, tiny.tokenizer, skip_broken=True)
     example = data[Request(1, (1, 2))]  # photos 1 and 2; then 2 and 0; then 0 and 1
     assert [text.record["text_index"] for text in example.texts] == [0] and data.broken == {1, 2}
+
+
+# Splits joined by "+" whose images have the same ids
+
+
+def _box(number: int) -> list[int]:
+    return [number, number, number + 10, number + 10]
+
+
+def _joined_settings(root: Path, name: str, **files: str) -> DataSettings:
+    """Two splits, a (0) and b (1), each with one text about the image(s) 1, whose boxes differ."""
+    for number, split in enumerate("ab"):
+        image = {"id": 1, "file_name": "1.jpg", "width": 50, "height": 40}
+        caption = {"image_id": 1, "id": 1, "caption": f"text {split}"}
+        question = {"question_id": number, "image_id": 1, "question": f"text {split}"}
+        answer = {
+            "question_id": number,
+            "image_id": 1,
+            "answers": [{"answer": "yes"}],
+            "multiple_choice_answer": "yes",
+            "answer_type": "yes/no",
+            "question_type": "is",
+        }
+        x1, y1, x2, y2 = _box(number)
+        annotation = {"id": 1, "image_id": 1, "category_id": 1, "bbox": [x1, y1, x2 - x1, y2 - y1]}
+        categories = [{"id": 1, "name": "dog"}]
+        write_json(root / f"captions_{split}.json", {"images": [image], "annotations": [caption]})
+        write_json(root / f"questions_{split}.json", {"questions": [question]})
+        write_json(root / f"answers_{split}.json", {"annotations": [answer]})
+        write_json(
+            root / f"instances_{split}.json", {"images": [image], "annotations": [annotation], "categories": categories}
+        )
+        listed = {"question_id": number, "img_id": "1", "sent": f"text {split}", "label": {"yes": 1}}
+        write_json(root / f"listed_{split}.json", [listed])
+        pair = {"identifier": f"{number}", "img0": "1", "img1": "1", "sent": f"text {split}", "label": 1}
+        write_json(root / f"pairs_{split}.json", [pair])
+        line = {"identifier": f"x-1-0-{number}", "sentence": f"text {split}", "label": "True"}
+        write_json_lines(root / f"lines_{split}.json", [line])
+        gqa = {"question": f"text {split}", "imageId": "1", "isBalanced": True}
+        write_json(root / f"gqa_{split}.json", {f"{split}1": gqa})
+        for image_id in ("1", "x-1-0-img0", "x-1-0-img1"):
+            regions = RegionFeatures(image_id, (40, 50), np.array([_box(number)]), np.full((1, 2), number))
+            save_npz(root / f"features_{split}" / f"{image_id}.npz", regions)
+    shutil.copytree(root / "features_a", root / "features")
+    keys = {
+        "captions": {"captions": "captions_{split}.json", "instances": "instances_{split}.json"},
+        "vqa": {
+            "questions": "questions_{split}.json",
+            "annotations": "answers_{split}.json",
+            "instances": "instances_{split}.json",
+        },
+        "gqa": {"questions": "gqa_{split}.json", "instances": "instances_{split}.json"},
+        "nlvr2": {"examples": "lines_{split}.json"},
+        "scored_questions": {"questions": "listed_{split}.json"},
+        "listed_pairs": {"examples": "pairs_{split}.json"},
+    }[name]
+    config = {"image_name": "{id}.jpg"} if name == "vqa" else {}
+    defaults = {"images": "im_{split}", "detections": "features_{split}", "features": "features_{split}"}
+    return msgspec.convert(
+        {"name": name, "root": str(root), "files": {**defaults, **keys, **files}, "config": config}, DataSettings
+    )
+
+
+def _read_joined(settings: DataSettings, boxes: str, split: str = "a+b") -> list[tuple[list[str], list[float]]]:
+    """The texts of each image, and the left side of its box."""
+    source = BoxSource(boxes)
+    dataset = open_dataset(DATASETS[settings.name].cls, settings, split, source, training=True)
+    loader = make_loader(source, open_boxes_of(dataset, settings, source))
+    loader.require_images(dataset.image_keys(), split)
+    seen = []
+    for group in dataset.groups:
+        sample = dataset.sample(group)
+        [left] = {float(loader.load(image, Augmentation(False, SAME)).boxes[0, 0]) for image in sample.images}
+        seen.append(([text.words for text in sample.texts], left / 60 * 40))
+    return seen
+
+
+JOINED = ("captions", "vqa", "gqa", "nlvr2", "scored_questions", "listed_pairs")
+APART = [(["text a"], 0.0), (["text b"], pytest.approx(1.0))]
+
+
+@pytest.fixture
+def photos(tmp_path) -> Path:
+    for folder in ("im_a", "im_b", "im"):
+        (tmp_path / folder).mkdir()
+        for name in ("1.jpg", "1.png", "x-1-0-img0.png", "x-1-0-img1.png"):
+            Image.new("RGB", (50, 40)).save(tmp_path / folder / name)
+    return tmp_path
+
+
+WITH_OBJECTS = ("captions", "vqa", "gqa")
+
+
+@pytest.mark.parametrize(
+    ("name", "boxes"),
+    [
+        *((name, "detections") for name in JOINED),
+        *((name, "precomputed") for name in JOINED),
+        *((name, "gt") for name in WITH_OBJECTS),
+    ],
+)
+def test_images_of_joined_splits_may_have_the_same_ids(photos, name, boxes):
+    folder = {"images": "im"} if name == "gqa" else {}  # GQA has one folder
+    settings = _joined_settings(photos, name, **folder)
+    assert _read_joined(settings, boxes) == APART
+    part = {"name": name, "splits": {"all": "a+b"}, "files": settings.files, "config": settings.config}
+    several = {"name": "joined", "root": settings.root, "config": {"parts": {"one": part}}}
+    assert _read_joined(msgspec.convert(several, DataSettings), boxes, "all") == APART
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_the_same_id_in_the_same_files_is_the_same_image(photos, name):
+    settings = _joined_settings(photos, name, images="im", detections="features")
+    assert _read_joined(settings, "detections") == [(["text a", "text b"], 0.0)]
+
+
+@pytest.mark.parametrize("name", [name for name in JOINED if name != "gqa"])
+def test_two_images_with_one_id_in_a_shared_file_are_refused(photos, name):
+    settings = _joined_settings(photos, name, detections="features")
+    with refused("features", "of the split a", "of the split b", "data.files"):
+        _read_joined(settings, "detections")
+
+
+def test_joined_splits_need_the_same_categories(photos):
+    settings = _joined_settings(photos, "captions")
+    content = json.loads((photos / "instances_b.json").read_text())
+    write_json(photos / "instances_b.json", content | {"categories": [{"id": 1, "name": "cat"}]})
+    with refused("instances_b.json", "categories"):
+        _read_joined(settings, "gt")

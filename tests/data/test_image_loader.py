@@ -24,7 +24,7 @@ from e2e_vl.data.image_loader import (
 )
 from e2e_vl.data.refcoco import RefCOCODataset
 from e2e_vl.examples import ImageExample, ImageTransform
-from e2e_vl.samples import AnnotatedObjects, BrokenImageError, CandidateBoxes, ImageBytes, SampleImage
+from e2e_vl.samples import AnnotatedObjects, BrokenImageError, CandidateBoxes, ImageBytes, ImageKey, SampleImage
 from tests.data.helpers import DOUBLE, SAME, make_loader, open_dataset, refused, write_json
 from tests.data.tiny_refcoco import DETECTIONS_7, GT_7, detection
 
@@ -395,12 +395,12 @@ def test_images_without_boxes_are_named_and_counted(tiny, store):
         (open_boxes([store("7", "3", "9")], BETTER, with_features=True), "features"),
     ):
         loader = make_loader("detections", reader)
-        loader.require_images(["3", "7", "9"], "train")
+        loader.require_images([ImageKey(0, image_id) for image_id in ("3", "7", "9")], "train")
         with refused(name, "image 12 ", "1 more", "train"):
-            loader.require_images(["3", "12", "13"], "train")
+            loader.require_images([ImageKey(0, image_id) for image_id in ("3", "12", "13")], "train")
         with refused(name, "image 12"):
             reader.read("12")
-    make_loader("gt").require_images(["12"], "val")
+    make_loader("gt").require_images([ImageKey(0, "12")], "val")
 
 
 def test_features_that_were_detected_come_by_falling_score(store):
