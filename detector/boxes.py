@@ -321,9 +321,10 @@ def select_max_conf(
     """
     confidence = max_conf(boxes, class_probs, nms_threshold)
     passing = int((confidence >= rule.min_score).sum())
-    if rule.min_regions <= passing <= rule.max_regions:
+    number = _num_selected(confidence, rule)
+    if passing == number:
         return (confidence >= rule.min_score).nonzero()[:, 0]
-    return confidence.argsort(descending=True, stable=True)[: _num_selected(confidence, rule)]
+    return confidence.argsort(descending=True, stable=True)[:number]
 
 
 def max_conf(
@@ -383,8 +384,8 @@ def best_class_boxes(
 
 
 def _num_selected(scores: Tensor, rule: SelectionRule) -> int:
-    passing = int((scores >= rule.min_score).sum())
-    return min(max(passing, rule.min_regions), rule.max_regions)
+    number = max(int((scores >= rule.min_score).sum()), rule.min_regions)
+    return number if rule.max_regions is None else min(number, rule.max_regions)
 
 
 def _check_scores(scores: Tensor) -> Tensor:

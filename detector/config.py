@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import yaml
-from msgspec import Meta, Struct, field
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from detector.errors import UserError, user_path
 from detector.io import read_yaml
@@ -561,14 +561,50 @@ def _unused_groups(backbone: Any, heads: Any) -> set[str]:
 class SelectionRule(Struct, frozen=True, forbid_unknown_fields=True):
     """Keep boxes with scores of at least `min_score`, but at least `min_regions` and at most `max_regions` boxes.
 
-    The defaults are VL-BERT's (section 4.1). Bottom-up attention uses 0.2 with 10 to 100 boxes. For a fixed number of
-    boxes, such as LXMERT's 36, set `min_regions == max_regions`.
+    Of a rule without values the defaults are VL-BERT's (section 4.1): 0.5, 10 and 100. What is stated wins over a
+    default: with a stated `min_score`, a limit that is not stated does not apply, and one stated limit moves the default
+    of the other. Bottom-up attention uses 0.2 with 10 to 100 boxes. For a fixed number of boxes, such as LXMERT's 36,
+    set `min_regions == max_regions`. `max_regions` None: no limit. All fields have values once a rule is constructed.
     """
 
-    min_score: float = 0.5
-    min_regions: NonNegativeInt = 10
-    max_regions: PositiveInt = 100
+    min_score: float | UnsetType = UNSET
+    min_regions: NonNegativeInt | UnsetType = UNSET
+    max_regions: PositiveInt | UnsetType | None = UNSET
 
     def __post_init__(self) -> None:
-        if not 1 <= self.max_regions >= self.min_regions:
+        stated = (self.min_score, self.min_regions, self.max_regions)
+        for name, value in zip(self.__struct_fields__, _complete_selection(stated, (0.5, 10, 100)), strict=True):
+            msgspec.structs.force_setattr(self, name, value)
+        if self.max_regions is not None and not 1 <= self.max_regions >= self.min_regions:
             raise UserError(f"max_regions {self.max_regions} must be positive and >= min_regions {self.min_regions}.")
+
+    def with_stated(
+        self, min_score: float | None = None, min_regions: int | None = None, max_regions: int | None = None
+    ) -> SelectionRule:
+        """Return the rule for what a user states, with the values of this rule as defaults. None: not stated.
+
+        Raises:
+            UserError: the limits contradict each other, or the score is no probability.
+        """
+        if min_score is not None and not 0 <= min_score <= 1:
+            raise UserError(f"min_score {min_score} must be a probability, from 0 to 1.")
+        stated = tuple(UNSET if value is None else value for value in (min_score, min_regions, max_regions))
+        return SelectionRule(*_complete_selection(stated, (self.min_score, self.min_regions, self.max_regions)))
+
+
+def _complete_selection(
+    stated: tuple[Any, Any, Any], defaults: tuple[float, int, int | None]
+) -> tuple[float, int, int | None]:
+    """Return `min_score`, `min_regions` and `max_regions`, where those that are UNSET give way to the stated ones."""
+    min_score, min_regions, max_regions = stated
+    default_score, default_min, default_max = defaults
+    if min_score is UNSET:
+        min_score = default_score
+    else:
+        default_min, default_max = 0, None
+    if min_regions is UNSET:
+        has_limit = max_regions is not UNSET and max_regions is not None
+        min_regions = min(default_min, max_regions) if has_limit else default_min
+    if max_regions is UNSET:
+        max_regions = None if default_max is None else max(default_max, min_regions)
+    return min_score, min_regions, max_regions

@@ -386,6 +386,10 @@ class ExtractionSettings:
     image_feature: bool = False  # store the feature of the whole image
     nms_threshold: float = 0.3  # IoU threshold of NMS with the rule "maxconf"
 
+    def __post_init__(self) -> None:
+        if self.rule == "maxnms" and self.selection_rule.min_score > 0:
+            raise UserError("The rule maxnms has no score threshold; leave out min_score, or choose score or maxconf.")
+
     @property
     def selection_rule(self) -> SelectionRule:
         return self.selection or DEFAULT_SELECTIONS[self.rule]

@@ -105,7 +105,7 @@ def test_objectives_may_be_given_by_their_weights():
         ("--fast", "'--fast' is not of the form key=value"),
         ("train.accumulate=3", "images_per_batch 32 must be a multiple of accumulate 3"),
         ("data.boxes.train=detections", "data.files.detections"),
-        ("data.boxes.selection.min_regions=500", "data.boxes.selection"),
+        ("data.boxes.selection={min_regions: 5, max_regions: 4}", "data.boxes.selection"),
         ("train.schedule=steps", "decay_shares"),
         ("train.clip_tensor_norm=1", "clip_tensor_norm needs optimizer=bert_adam"),
         ("train.decay_bn_scales=true", "decay_bn_scales needs decay_norm_and_bias=false"),

@@ -116,10 +116,20 @@ def one_image_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--class-names", type=Path, help="text file with one class per line (objects_vocab.txt)")
     parser.add_argument("--attribute-names", type=Path, help="likewise for attributes, which are then drawn")
     shown = DISPLAY_SELECTION
-    parser.add_argument("--min-score", type=float, default=shown.min_score, help="minimum score (default: %(default)s)")
-    parser.add_argument("--min-regions", type=int, help=f"minimum number of regions (default: {shown.min_regions})")
     parser.add_argument(
-        "--max-regions", type=int, default=shown.max_regions, help="maximum number of regions (default: %(default)s)"
+        "--min-score",
+        type=float,
+        help=f"keep exactly the regions from this score on (default: {shown.min_score}, within the limits below)",
+    )
+    parser.add_argument(
+        "--min-regions",
+        type=int,
+        help=f"minimum number of regions (default: {shown.min_regions}, with --min-score none)",
+    )
+    parser.add_argument(
+        "--max-regions",
+        type=int,
+        help=f"maximum number of regions (default: {shown.max_regions}, with --min-score none)",
     )
     return parser
 
@@ -131,8 +141,7 @@ def one_image(argv: list[str] | None = None, prog: str | None = None) -> int:
     if args.text is not None and args.run is None:
         raise UserError("--text needs --run, the directory of a trained run; train one with `e2e-vl train`.")
     image = to_image_file(args.image)
-    most, least = args.max_regions, args.min_regions
-    rule = SelectionRule(args.min_score, min(DISPLAY_SELECTION.min_regions, most) if least is None else least, most)
+    rule = DISPLAY_SELECTION.with_stated(args.min_score, args.min_regions, args.max_regions)
     source = load_source(args)
     from e2e_vl.api.model import TrainedDetector  # late: imports torch
 
@@ -181,7 +190,11 @@ def many_images_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--num-boxes", type=int, help="fixed number of boxes: sets --min-boxes and --max-boxes")
     parser.add_argument("--min-boxes", type=int, help="minimum number of boxes, if there are enough proposals")
     parser.add_argument("--max-boxes", type=int, help="maximum number of boxes")
-    parser.add_argument("--min-score", type=float, help="score threshold of the rules score and maxconf")
+    parser.add_argument(
+        "--min-score",
+        type=float,
+        help="keep exactly the boxes from this score on, within the limits that are given (rules score and maxconf)",
+    )
     parser.add_argument(
         "--nms-threshold",
         type=float,
@@ -242,18 +255,23 @@ def extraction_settings(args: argparse.Namespace) -> ExtractionSettings:
     attributes = args.attributes or args.format == "lxmert"
     if args.format in ("tsv", "lxmert") and args.image_feature:
         raise UserError("The TSV formats cannot store the whole image's feature; choose npz, hdf5 or lmdb.")
+    options = {"--min-score": args.min_score, "--min-boxes": args.min_boxes, "--max-boxes": args.max_boxes}
+    limits = [option for option, value in options.items() if value is not None]
     if args.boxes is not None:
+        limits += ["--num-boxes"] if args.num_boxes is not None else []
+        if limits:
+            raise UserError(f"--boxes gives the boxes, so nothing is selected; leave out {', '.join(limits)}.")
         return ExtractionSettings("given", attributes=attributes, image_feature=args.image_feature)
-    default = DEFAULT_SELECTIONS[args.rule]
-    if args.num_boxes is not None:
-        least = most = args.num_boxes
+    selection = DEFAULT_SELECTIONS[args.rule]
+    if args.num_boxes is None:
+        selection = selection.with_stated(args.min_score, args.min_boxes, args.max_boxes)
+    elif limits:
+        raise UserError(f"--num-boxes fixes the number of boxes; leave it out, or {', '.join(limits)}.")
     else:
-        least = default.min_regions if args.min_boxes is None else args.min_boxes
-        most = max(default.max_regions, least) if args.max_boxes is None else args.max_boxes
-        least = min(least, most) if args.min_boxes is None else least
+        selection = SelectionRule(selection.min_score, args.num_boxes, args.num_boxes)
     return ExtractionSettings(
         args.rule,
-        SelectionRule(default.min_score if args.min_score is None else args.min_score, least, most),
+        selection,
         args.features_of or ("final" if args.rule == "score" else "proposal"),
         attributes,
         args.image_feature,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -158,15 +159,39 @@ SCORES = torch.tensor([0.1, 0.9, 0.5, 0.49, 0.7])
         (np.array([0.6, 0.8] * 20, dtype=np.float32), SelectionRule(0.7, 0, 100), list(range(1, 40, 2))),
         (torch.zeros(5), SelectionRule(0.5, 0, 10), []),
         (torch.zeros(0), SelectionRule(), []),
+        (SCORES, SelectionRule(min_score=0.7), [1, 4]),
+        (SCORES, SelectionRule(min_score=0.95), []),
     ],
 )
 def test_scores_above_the_threshold_are_filled_up_and_cut(scores: Tensor, rule: SelectionRule, rows: list[int]):
     assert select_regions(scores, rule).tolist() == rows
 
 
+@pytest.mark.parametrize(
+    ("stated", "of_vl_bert", "of_display"),
+    [
+        ({}, (0.5, 10, 100), (0.2, 10, 36)),
+        ({"min_score": 0.7}, (0.7, 0, None), (0.7, 0, None)),
+        ({"max_regions": 3}, (0.5, 3, 3), (0.2, 3, 3)),
+        ({"min_regions": 200}, (0.5, 200, 200), (0.2, 200, 200)),
+        ({"min_regions": 0}, (0.5, 0, 100), (0.2, 0, 36)),
+        ({"min_score": 0.7, "max_regions": 3}, (0.7, 0, 3), (0.7, 0, 3)),
+        ({"min_score": 0.7, "min_regions": 3}, (0.7, 3, None), (0.7, 3, None)),
+        ({"min_regions": 2, "max_regions": 3}, (0.5, 2, 3), (0.2, 2, 3)),
+    ],
+)
+def test_what_is_stated_of_a_rule_wins_over_its_defaults(stated, of_vl_bert, of_display):
+    assert msgspec.structs.astuple(SelectionRule(**stated)) == of_vl_bert
+    assert msgspec.structs.astuple(SelectionRule(0.2, 10, 36).with_stated(**stated)) == of_display
+    written = msgspec.to_builtins(SelectionRule(**stated))
+    assert msgspec.convert(written, SelectionRule) == SelectionRule(**stated)
+
+
 def test_a_contradictory_rule_and_nan_are_rejected():
     with pytest.raises(ValueError, match="min_regions 5"):
         SelectionRule(0.5, 5, 4)
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        SelectionRule().with_stated(min_score=float("nan"))
     with pytest.raises(ValueError, match="NaN"):
         select_regions(torch.tensor([0.3, float("nan")]), SelectionRule())
 
