@@ -561,10 +561,10 @@ def _unused_groups(backbone: Any, heads: Any) -> set[str]:
 class SelectionRule(Struct, frozen=True, forbid_unknown_fields=True):
     """Keep boxes with scores of at least `min_score`, but at least `min_regions` and at most `max_regions` boxes.
 
-    Of a rule without values the defaults are VL-BERT's (section 4.1): 0.5, 10 and 100. What is stated wins over a
-    default: with a stated `min_score`, a limit that is not stated does not apply, and one stated limit moves the default
-    of the other. Bottom-up attention uses 0.2 with 10 to 100 boxes. For a fixed number of boxes, such as LXMERT's 36,
-    set `min_regions == max_regions`. `max_regions` None: no limit. All fields have values once a rule is constructed.
+    The defaults are VL-BERT's (section 4.1): 0.5, 10 and 100. What is stated wins over a default: with a stated
+    `min_score`, limits that are not stated do not apply, and a stated limit moves the default of the other one. Once a
+    rule is constructed, all fields have values; `max_regions` None: no limit. Bottom-up attention uses 0.2 with 10 to
+    100 boxes. For a fixed number of boxes, such as LXMERT's 36, set `min_regions == max_regions`.
     """
 
     min_score: float | UnsetType = UNSET

@@ -9,6 +9,7 @@ import torch
 from accelerate.utils import parse_flag_from_env
 
 from detector.config import SelectionRule
+from detector.errors import UserError
 from e2e_vl.api.results import ImageRegions
 from e2e_vl.config import DISPLAY_SELECTION
 from e2e_vl.data.user_inputs import ImageFile, convert_boxes, to_image_file
@@ -48,26 +49,33 @@ class TrainedDetector:
         image: Any,
         *,
         boxes: Any = None,
-        min_score: float = DISPLAY_SELECTION.min_score,
-        min_regions: int = DISPLAY_SELECTION.min_regions,
-        max_regions: int = DISPLAY_SELECTION.max_regions,
+        min_score: float | None = None,
+        min_regions: int | None = None,
+        max_regions: int | None = None,
         stacklevel: int = 2,
     ) -> ImageRegions:
         """Predict regions, best score first, or compute features and classes of the given boxes, in their order.
 
         Predicted boxes are selected by the rule "score" (`ExtractionSettings`), as in bulk extraction. The defaults
-        suit the display of a photo: 0.2 and 10 to 36, instead of 0.5 and 10 to 100 (VL-BERT, section 4.1).
+        suit the display of a photo: 0.2 and 10 to 36, instead of 0.5 and 10 to 100 (VL-BERT, section 4.1). A stated
+        value wins over the defaults of the others, see `SelectionRule`.
 
         Args:
             image: see `e2e_vl.data.user_inputs.to_image_file`.
             boxes: [R, 4], or strings or a file as in `TrainedModel.ask`; None: predicted boxes.
-            min_score: score threshold of predicted boxes.
-            min_regions, max_regions: limits on the number of predicted boxes; they take precedence over `min_score`.
+            min_score: score threshold; exactly the predicted boxes from this score on are kept, perhaps none.
+            min_regions, max_regions: limits on the number of predicted boxes; where both are stated, they take
+                precedence over `min_score`.
             stacklevel: stack level of the warning that predicted boxes are random.
+
+        Raises:
+            UserError: the limits contradict each other, or `boxes` are given together with limits.
         """
+        rule = DISPLAY_SELECTION.with_stated(min_score, min_regions, max_regions)
+        if boxes is not None and rule != DISPLAY_SELECTION:
+            raise UserError("All given boxes are kept; leave out min_score, min_regions and max_regions, or boxes.")
         if boxes is None and self.source.warning:
             warnings.warn(self.source.warning, stacklevel=stacklevel)
-        rule = SelectionRule(min_score, min_regions, max_regions)
         return self.find_regions(to_image_file(image), convert_boxes(boxes), rule)
 
     def find_regions(self, file: ImageFile, given: AnnotatedObjects | None, rule: SelectionRule) -> ImageRegions:

@@ -143,7 +143,7 @@ class ImageRegions:
     def __repr__(self) -> str:
         best = ", ".join(f"{name} {score:.2f}" for name, score in zip(self.names[:3], self.scores, strict=False))
         size = f"{len(self)} ImageRegions with {self.features.shape[1]} features"
-        return f"<{size}, best {best}{self.warning and f'; {self.warning}'}>"
+        return f"<{size}{best and f', best {best}'}{self.warning and f'; {self.warning}'}>"
 
     def draw(self) -> Image.Image:
         """Draw the regions with their classes and scores, except those with very low scores."""

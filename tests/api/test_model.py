@@ -371,6 +371,24 @@ def test_regions_are_the_regions_of_the_model(detector, trained_run, photo):
     np.testing.assert_array_equal(found.features, same.features)
 
 
+def test_a_stated_score_or_limit_on_regions_wins(demo_model):
+    photo = demo_model.examples[2].image
+    every = demo_model.regions(photo, min_score=0.0)
+    default = demo_model.regions(photo)
+    assert len(default) == 10 < len(every) and default.scores[9] < 0.2, "the default is at least 10"
+    for score in (0.5, 0.9):
+        assert len(demo_model.regions(photo, min_score=score)) == (every.scores >= score).sum() < 10
+    assert len(demo_model.regions(photo, max_regions=3)) == 3
+    assert len(demo_model.regions(photo, min_regions=12)) == 12
+    assert len(demo_model.regions(photo, min_score=0.5, max_regions=2)) == 2
+    none = demo_model.regions(photo, min_score=1.0)
+    assert len(none) == 0 and none.boxes.shape == (0, 4) and none.features.shape == (0, every.features.shape[1])
+    assert repr(none) == f"<0 ImageRegions with {every.features.shape[1]} features>" and none.draw().width > 0
+    for wrong in ({"min_regions": 4, "max_regions": 3}, {"min_score": 50}, {"boxes": [1, 2, 30, 40], "min_score": 0.5}):
+        with pytest.raises(UserError, match=r"min_regions|min_score"):
+            demo_model.regions(photo, **wrong)
+
+
 def test_given_boxes_keep_their_order_and_get_features(detector, photo):
     boxes = [[30.0, 20.0, 70.0, 61.0], [2.0, 3.0, 40.0, 50.0]]
     found = detector.regions(photo, boxes=boxes)
