@@ -235,6 +235,7 @@ def subsample(
 
 
 MAX_JOINT_NMS = 30_000  # boxes; 112 MB of GPU memory
+WITHOUT_FLOAT64 = ("mps",)  # types of devices
 
 
 def nms_per_image(
@@ -254,7 +255,7 @@ def nms_per_image(
 
     On a GPU, one call serves all images (of up to `MAX_JOINT_NMS` boxes together, because its memory grows with their
     square), so the host waits twice and not twice per image. The boxes of each image and group are moved apart, in
-    float64, where no coordinate is rounded.
+    float64, where no coordinate is rounded; a device without float64 takes the images one by one.
 
     Args:
         boxes: of all images, inside their image.
@@ -262,13 +263,13 @@ def nms_per_image(
         sizes: (height, width) of the images.
         limit: maximum number of boxes of one image.
         is_usable: boxes that take part; None: all.
-        jointly: one call for all images; None: on a GPU.
+        jointly: one call for all images; None: on a GPU with float64.
 
     Returns:
         the kept rows of each image, best score first.
     """
     if jointly is None:
-        jointly = boxes.device.type != "cpu" and len(boxes) <= MAX_JOINT_NMS
+        jointly = boxes.device.type not in ("cpu", *WITHOUT_FLOAT64) and len(boxes) <= MAX_JOINT_NMS
     if not jointly:
         kept = []
         for number in range(len(sizes)):

@@ -22,17 +22,20 @@ __version__ = "0.1.0"
 __all__ = ["__version__", "load", "load_detector", "register_encoders"]
 
 
-def load(source: str | Path, device: Any = None) -> TrainedModel:
+def load(source: str | Path, device: Any = None, dtype: Any = None) -> TrainedModel:
     """Load a trained model.
 
     Args:
         source: a run directory of e2e-vl train, a folder that `save_pretrained` wrote, a name on the Hugging Face
             hub, or "demo", the model of drawn scenes that comes along.
-        device: device to run on; None = the GPU if there is one.
+        device: "cpu", "cuda", "cuda:1", "mps", a number of a GPU, or a torch.device; None = the CUDA GPU if there is
+            one, else the CPU.
+        dtype: float32, bfloat16 or float16, by name or as a dtype of torch, to compute in where that is safe; weights
+            and boxes stay float32. None = the run's mixed precision.
     """
     from e2e_vl.api.model import load as load_trained  # torch and transformers take seconds to import
 
-    return load_trained(source, device)
+    return load_trained(source, device, dtype)
 
 
 def load_detector(
@@ -42,6 +45,7 @@ def load_detector(
     *,
     class_names: str | Path | None = None,
     attribute_names: str | Path | None = None,
+    dtype: Any = None,
 ) -> TrainedDetector:
     """Load a detector.
 
@@ -49,15 +53,18 @@ def load_detector(
         source: published weights by name (docs/detectors.md), a run directory of e2e-vl train, a saved detector's
             folder, or a weights file (with `config`).
         config: Detectron2 YAML file of a weights file.
-        device: device to run on; None = the GPU if there is one.
+        device: as in `load`.
         class_names: text file with one class name per line, for weights without names (bottom-up attention's
             objects_vocab.txt).
         attribute_names: likewise for attributes (attributes_vocab.txt); regions then have attributes.
+        dtype: as in `load`; None = float32.
     """
     from e2e_vl.api.model import TrainedDetector  # torch takes seconds to import
     from e2e_vl.extraction.regions import find_detector
+    from e2e_vl.run.devices import choose_device
 
-    return TrainedDetector(find_detector(source, config).with_names(class_names, attribute_names), device)
+    device = choose_device(device)  # before weights are downloaded
+    return TrainedDetector(find_detector(source, config).with_names(class_names, attribute_names), device, dtype)
 
 
 def register_encoders() -> None:

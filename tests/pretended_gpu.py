@@ -37,15 +37,19 @@ EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_em
 waits: collections.Counter = collections.Counter()
 launches: collections.Counter = collections.Counter()  # operators that compute or copy
 kept: list = []  # what C++ points at
+names = ["cuda:0"]  # of the pretended device; tests/pretended_mac.py adds another one
+refused_dtypes: set[torch.dtype] = set()
 
 
-class CudaTensor(torch.Tensor):
+class DeviceTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor):
+        if inner.dtype in refused_dtypes:
+            raise TypeError(f"{names[-1]} has no {inner.dtype}.")
         made = torch.Tensor._make_wrapper_subclass(
-            *(cls, inner.shape, inner.stride(), inner.storage_offset()), dtype=inner.dtype, device="cuda:0"
+            *(cls, inner.shape, inner.stride(), inner.storage_offset()), dtype=inner.dtype, device=names[-1]
         )
         made.on_cpu = inner.detach()
         return made
@@ -59,7 +63,7 @@ class CudaTensor(torch.Tensor):
         return self.on_cpu.tolist()
 
     def numpy(self, **_):
-        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
+        raise TypeError(f"can't convert {names[-1]} device type tensor to numpy. Use Tensor.cpu() first.")
 
     __array__ = numpy
 
@@ -85,24 +89,24 @@ def dispatch(func, args, kwargs):
     name = func._schema.name
     flat, spec = tree_flatten((args, kwargs))
     devices = [value for value in flat if isinstance(value, torch.device)]
-    wrapped = any(isinstance(value, CudaTensor) for value in flat)
+    wrapped = any(isinstance(value, DeviceTensor) for value in flat)
     if not wrapped and all(device.type == "cpu" for device in devices):
         return func(*args, **kwargs)
-    plain = [value for value in flat if isinstance(value, torch.Tensor) and not isinstance(value, CudaTensor)]
+    plain = [value for value in flat if isinstance(value, torch.Tensor) and not isinstance(value, DeviceTensor)]
     if wrapped and name not in COPIES:
         takes_scalars = torch.Tag.pointwise in func.tags or name in TAKES_SCALARS or name.startswith("aten::_")
         indices = args[1] if name in INDEXED else ()
-        if indices and not isinstance(args[0], CudaTensor):
+        if indices and not isinstance(args[0], DeviceTensor):
             raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
         moved = {id(index) for index in indices}  # indices may be on the CPU
         if bad := [value for value in plain if id(value) not in moved and (value.dim() or not takes_scalars)]:
             raise RuntimeError(f"{name}: all tensors must be on one device; {list(bad[0].shape)} is on the CPU.")
-        is_fill = "put" in name and args[2].numel() == 1 and not isinstance(args[2], CudaTensor)
+        is_fill = "put" in name and args[2].numel() == 1 and not isinstance(args[2], DeviceTensor)
         if name in WAITS or (not is_fill and any(one is not None and one.dtype == torch.bool for one in indices)):
             wait(name)
         if name == "aten::repeat_interleave" and kwargs.get("output_size") is None:
             wait(name)
-    is_to_cpu = devices[0].type == "cpu" if devices else name == "aten::copy_" and not isinstance(args[0], CudaTensor)
+    is_to_cpu = devices[0].type == "cpu" if devices else name == "aten::copy_" and not isinstance(args[0], DeviceTensor)
     if wrapped and name in COPIES and is_to_cpu:
         wait("copy to the CPU")
     if not func.is_view and name not in EMPTY:
@@ -112,7 +116,7 @@ def dispatch(func, args, kwargs):
     result = func(*a, **k | {key: False for key in ("pin_memory", "non_blocking") if key in k})
     if name == "aten::copy_" or (devices and all(device.type == "cpu" for device in devices)):
         return args[0] if name == "aten::copy_" else result
-    result = tree_map_only(torch.Tensor, CudaTensor, result)
+    result = tree_map_only(torch.Tensor, DeviceTensor, result)
     return return_and_correct_aliasing(func, args, kwargs, result) if wrapped else result
 
 
@@ -161,13 +165,21 @@ def pretended_gpu() -> Iterator[None]:
 
 
 def measure(
-    config: str, words: list[str], encoder: dict[str, Any] | None = None, photo: str | None = None
+    config: str,
+    words: list[str],
+    encoder: dict[str, Any] | None = None,
+    photo: str | None = None,
+    without_float64: bool = False,
 ) -> dict[str, Any]:
-    """Train with these settings; the lines that waited in each part, and how often; the launches of the last step."""
+    """Train with these settings; the lines that waited in each part, and how often; the launches of the last step.
+
+    With `without_float64`, the device refuses float64, as MPS does.
+    """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
     import e2e_vl
+    from detector import boxes as box_functions
     from detector import roi_heads
     from e2e_vl.config import load_config
     from e2e_vl.run import checkpoint, evaluate, train
@@ -195,7 +207,11 @@ def measure(
         return predictions
 
     AcceleratorState._reset_state(True)
+    refused_dtypes.clear()
+    if without_float64:
+        refused_dtypes.add(torch.float64)
     with (
+        mock.patch.object(box_functions, "WITHOUT_FLOAT64", ("cuda",) if without_float64 else ("mps",)),
         mock.patch.object(checkpoint, "save_state", lambda *a, **k: None),  # it copies all parameters
         mock.patch.object(train.Trainer, "train_step", step),
         mock.patch.object(evaluate, "predict_texts", evaluation),

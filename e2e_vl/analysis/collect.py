@@ -263,12 +263,12 @@ def make_inputs(
     allowed = regions.attention_mask[text] & (regions.image_slot[text] == 0)
     if options.whole_image == "excluded":
         allowed = allowed & (regions.row[text] >= 0)
-    scales = batch.images.scales.to(regions.image.device)[regions.image[text].clamp(min=0)].double()
-    boxes = (regions.boxes[text].double() / torch.cat([scales, scales], dim=1)).cpu().numpy()
+    scales = batch.images.scales.cpu()[regions.image[text].cpu().clamp(min=0)].double()
+    boxes = (regions.boxes[text].cpu().double() / torch.cat([scales, scales], dim=1)).numpy()
     correct = [find_correct_regions(boxes, phrase_boxes, options) for phrase_boxes in caption.boxes]
     is_correct = torch.tensor(np.array(correct, dtype=bool).reshape(-1, len(boxes)), device=allowed.device) & allowed
-    sides = torch.from_numpy(boxes[:, 2:] - boxes[:, :2]).to(allowed.device)
-    baseline_scores = {LARGEST: sides.prod(dim=1).float()}
+    areas = torch.from_numpy(boxes[:, 2:] - boxes[:, :2]).prod(dim=1)
+    baseline_scores = {LARGEST: areas.float().to(allowed.device)}
     if confidence is not None:
         baseline_scores = {CONFIDENCE: confidence.float(), **baseline_scores}
     length = batch.texts.input_ids.shape[1]

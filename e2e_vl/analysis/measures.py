@@ -57,10 +57,10 @@ class HeadSums:
         """Add the examples of one text; with `per_sentence` their mean counts once."""
         number = len(measured)
         weight = 1 / number if per_sentence else 1.0
-        self.hits += measured.hits.sum(dim=2).double().cpu() * weight
-        self.attention += measured.attention.double().sum(dim=2).cpu() * weight
+        self.hits += measured.hits.sum(dim=2).cpu().double() * weight
+        self.attention += measured.attention.cpu().double().sum(dim=2) * weight
         for name, values in measured.baselines.items():
-            self.baselines[name] += float(values.double().sum()) * weight
+            self.baselines[name] += float(values.cpu().double().sum()) * weight
         self.count += 1 if per_sentence else number
         self.examples += number
 

@@ -6,7 +6,6 @@ import warnings
 from typing import Any
 
 import torch
-from accelerate.utils import parse_flag_from_env
 
 from detector.config import SelectionRule
 from detector.errors import UserError
@@ -14,16 +13,8 @@ from e2e_vl.api.results import ImageRegions
 from e2e_vl.config import DISPLAY_SELECTION
 from e2e_vl.data.user_inputs import ImageFile, convert_boxes, to_image_file
 from e2e_vl.extraction.regions import LoadedDetector, extract_image
+from e2e_vl.run.devices import choose_device, choose_precision, computing_in
 from e2e_vl.samples import AnnotatedObjects
-
-
-def choose_device(device: str | torch.device | None) -> torch.device:
-    """The given device; None: the GPU, or the CPU if there is no GPU or ACCELERATE_USE_CPU is true."""
-    if device is None:
-        if torch.accelerator.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU"):
-            return torch.accelerator.current_accelerator()
-        return torch.device("cpu")
-    return torch.device(device)
 
 
 class TrainedDetector:
@@ -32,9 +23,33 @@ class TrainedDetector:
     It is thread-safe. Boxes are xyxy in pixels of the original image.
     """
 
-    def __init__(self, source: LoadedDetector, device: str | torch.device | None = None):
+    def __init__(
+        self,
+        source: LoadedDetector,
+        device: str | int | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+    ):
+        """Put a detector on a device; it computes in `dtype` (None: float32), see `computing_in`."""
         self.source = source
+        self.dtype = torch.float32 if dtype is None else choose_precision(dtype)
         self.network = source.detector.to(choose_device(device)).eval()
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the detector is on."""
+        return next(self.network.parameters()).device
+
+    def to(
+        self, device: str | int | torch.device | torch.dtype | None = None, dtype: str | torch.dtype | None = None
+    ) -> TrainedDetector:
+        """Move the detector to a device, let it compute in another dtype, or both, and return it."""
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+        precision = self.dtype if dtype is None else choose_precision(dtype)
+        if device is not None:
+            self.network.to(choose_device(device))
+        self.dtype = precision
+        return self
 
     def __repr__(self) -> str:
         return f"<TrainedDetector {self.source.weights or 'of a run'}, {self.network.num_classes} classes>"
@@ -80,7 +95,8 @@ class TrainedDetector:
 
     def find_regions(self, file: ImageFile, given: AnnotatedObjects | None, rule: SelectionRule) -> ImageRegions:
         """`regions` without `warnings.warn`."""
-        found = extract_image(file, self.source, rule, given)
+        with computing_in(self.dtype, self.device):
+            found = extract_image(file, self.source, rule, given)
         names = [f"class {row}" if self.class_names is None else self.class_names[row] for row in found.classes]
         attributes = [] if found.attributes is None else [self.source.attribute_names[row] for row in found.attributes]
         warning = self.source.warning if given is None else ""

@@ -22,7 +22,7 @@ from detector.boxes import pairwise_iou
 from detector.errors import MissingFileError, UserError, first_line
 from detector.images import ResizeRule
 from detector.io import atomic_files, read_json, read_yaml, write_json
-from e2e_vl.api.detector import TrainedDetector, choose_device
+from e2e_vl.api.detector import TrainedDetector
 from e2e_vl.api.results import GREY, Answer, ExampleScene, ImageRegions, box_marks, draw_on
 from e2e_vl.api.sharing import MODEL_CARD, without_absolute_paths
 from e2e_vl.config import BoxSource, RunConfig
@@ -30,12 +30,13 @@ from e2e_vl.data.batching import collate, random_generator
 from e2e_vl.data.user_inputs import IMAGE_SUFFIXES, convert_boxes, require_inside, to_image_file
 from e2e_vl.examples import Example
 from e2e_vl.extraction.regions import RANDOM_BOXES, LoadedDetector
-from e2e_vl.io import find_run
+from e2e_vl.io import DEMO, find_run
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.parts import DATASETS
 from e2e_vl.predictions import Prediction, box_text
 from e2e_vl.run.build import build_loader, build_text_tokenizer
 from e2e_vl.run.checkpoint import load_model, save_model
+from e2e_vl.run.devices import choose_device, choose_precision, computing_in
 from e2e_vl.run.evaluate import MetricName
 from e2e_vl.samples import BrokenImageError, Question, Sample
 from e2e_vl.structures import Batch, ModelOutput, class_names_of
@@ -85,12 +86,24 @@ class TrainedModel(
         tokenizer: PreTrainedTokenizerBase,
         *,
         source: Path,
+        name: str | None = None,
         metrics: Mapping[str, Any] | None = None,
-        device: str | torch.device | None = None,
+        device: str | int | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
     ):
-        """Wrap a model loaded from the folder `source`; the run's `metrics` are for the model card."""
+        """Wrap a loaded model.
+
+        Args:
+            source: the folder that the model was loaded from.
+            name: what messages call the model; None: the folder, or "demo".
+            metrics: metrics of the run, for the model card.
+            device: see `choose_device`.
+            dtype: what the model computes in, see `TrainedModel.dtype`; None: the run's mixed precision.
+        """
         self.config, self.tokenizer, self.source = config, tokenizer, source
+        self.name = name or ("demo" if source == DEMO else str(source))
         self.device = choose_device(device)
+        self._dtype = None if dtype is None else choose_precision(dtype)
         self.network = network.to(self.device).eval()
         self._metrics = dict(metrics or {})
         self._dataset, self._options = DATASETS[config.data.name].cls, config.data.config
@@ -112,6 +125,7 @@ class TrainedModel(
             "size": f"{parameters / 1e6:.1f} million parameters",
             "images": f"short edge {size.short_edge[-1]}, long edge at most {size.long_edge} pixels",
             "device": self.device,
+            "dtype": "" if self.dtype == torch.float32 else str(self.dtype).removeprefix("torch."),
             "knows": ", ".join(f"{len(values)} {kind}s" for kind, values in self.knows.items()),
         }
         scores: dict[str, list[str]] = {}
@@ -119,7 +133,30 @@ class TrainedModel(
             if not name.detail:
                 scores.setdefault(f"  {name.split}, {name.boxes}: ", []).append(f"{name.metric} {value:.3f}")
         lines = [f"  {key:9s} {value}" for key, value in rows.items() if value]
-        return "\n".join([f"TrainedModel {self.source}", *lines, *(key + ", ".join(scores[key]) for key in scores)])
+        return "\n".join([f"TrainedModel {self.name}", *lines, *(key + ", ".join(scores[key]) for key in scores)])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in; its weights, and the coordinates of boxes, are float32 in any case."""
+        if self._dtype is not None:
+            return self._dtype
+        precision = self.config.train.mixed_precision
+        is_slow = precision == "fp16" and self.device.type == "cpu"
+        return torch.float32 if precision == "no" or is_slow else choose_precision(precision)
+
+    def to(
+        self, device: str | int | torch.device | torch.dtype | None = None, dtype: str | torch.dtype | None = None
+    ) -> TrainedModel:
+        """Move the model to a device, let it compute in another dtype, or both, and return it."""
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+        precision = self._dtype if dtype is None else choose_precision(dtype)
+        if device is not None:
+            self.device = choose_device(device)
+            self.network.to(self.device)
+        self._dtype = precision
+        self.__dict__.pop("detector", None)  # it is made anew with this dtype
+        return self
 
     def _scores(self) -> dict[MetricName, float]:
         """The run's metrics that measure the model."""
@@ -207,7 +244,8 @@ class TrainedModel(
         """The model's detector, with the image size used in evaluation."""
         size = self.config.data.resize
         resize = ResizeRule(size.short_edge[-1], size.long_edge, size.rounding)
-        return TrainedDetector(LoadedDetector(self.network.detector, resize, warning=self.boxes_warning), self.device)
+        loaded = LoadedDetector(self.network.detector, resize, warning=self.boxes_warning)
+        return TrainedDetector(loaded, self.device, self._dtype)
 
     @property
     def boxes_warning(self) -> str:
@@ -292,7 +330,7 @@ class TrainedModel(
         data, samples = self.config.data, []
         if data.blank_text or data.blank_image:
             missing = "text" if data.blank_text else "image"
-            raise UserError(f"{self.source} was trained without the {missing} as a control; use another run.")
+            raise UserError(f"{self.name} was trained without the {missing} as a control; use another run.")
         for question in questions:
             if not question.text.strip() and question.boxes_to_mask is None:
                 raise UserError("The text is empty; write a question or a phrase.")
@@ -332,12 +370,9 @@ class TrainedModel(
         *,
         output_attentions: bool,
     ) -> ModelOutput:
-        """Run the model in the precision of its evaluation; outputs are on the CPU, except for the encoder's."""
+        """Run the model in its `dtype`; outputs are on the CPU, except for the encoder's."""
         batch = collate(examples, canvas=self.config.data.canvas).to(self.device)
-        precision = self.config.train.mixed_precision
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-        is_mixed = dtype is not None and (self.device.type != "cpu" or dtype == torch.bfloat16)
-        with torch.autocast(self.device.type, dtype, enabled=is_mixed):
+        with computing_in(self.dtype, self.device):
             output = self.network(batch if change is None else change(batch), output_attentions=output_attentions)
         return add_grounded_phrases(output.on_cpu())
 
@@ -410,7 +445,7 @@ class TrainedModel(
             sides = " to ".join(dict.fromkeys(map(str, (scene.min_side, scene.max_side))))
             yield f"The model has seen drawn scenes of {sides} pixels only; this image has {size[1]} x {size[0]}."
         if unknown:
-            yield f"Not in the vocabulary of {self.source}: {', '.join(unknown)}; the model does not know these words."
+            yield f"Not in the vocabulary of {self.name}: {', '.join(unknown)}; the model does not know these words."
         first, box = next(iter(prediction.grounded), None), getattr(prediction, "box", None)
         if box is None or first is None or not first.is_clear:
             return
@@ -421,7 +456,7 @@ class TrainedModel(
     def _require_detector(self) -> None:
         if self.config.detector.backend == "precomputed":
             raise UserError(
-                f"{self.source} uses precomputed features, so it cannot process images; use a run with a detector."
+                f"{self.name} uses precomputed features, so it cannot process images; use a run with a detector."
             )
 
     @functools.cached_property
@@ -441,21 +476,35 @@ class TrainedModel(
         return [ExampleScene(self.source / row["image"], row["texts"], row["boxes"]) for row in rows]
 
     @classmethod
-    def from_folder(cls, folder: str | Path, device: str | torch.device | None = None) -> TrainedModel:
-        """Load a run directory of e2e-vl train, or a folder written by `save_pretrained`."""
+    def from_folder(
+        cls,
+        folder: str | Path,
+        device: str | int | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        name: str | None = None,
+    ) -> TrainedModel:
+        """Load a run directory of e2e-vl train, or a folder written by `save_pretrained`; `name` is for messages."""
         path = Path(folder)
+        device = choose_device(device)
+        dtype = None if dtype is None else choose_precision(dtype)
         metrics = path / "metrics.json"
         found = read_json(metrics, dict[str, Any]) if metrics.is_file() else None
-        return cls(*load_model(path), source=path, metrics=found, device=device)
+        return cls(*load_model(path), source=path, name=name, metrics=found, device=device, dtype=dtype)
 
     @classmethod
     def _from_pretrained(
-        cls, *, model_id: str, device: str | torch.device | None = None, **kwargs: Any
+        cls,
+        *,
+        model_id: str,
+        device: str | int | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        **kwargs: Any,
     ) -> TrainedModel:
         if not Path(model_id).is_dir():
             known = ("revision", "cache_dir", "force_download", "local_files_only", "token")
-            model_id = snapshot_download(model_id, **{key: kwargs[key] for key in known if key in kwargs})
-        return cls.from_folder(model_id, device)
+            options = {key: kwargs[key] for key in known if key in kwargs}
+            return cls.from_folder(snapshot_download(model_id, **options), device, dtype, name=model_id)
+        return cls.from_folder(model_id, device, dtype)
 
     def _save_pretrained(self, save_directory: Path) -> None:
         with atomic_files(save_directory, "config.yaml") as part:
@@ -484,7 +533,7 @@ class TrainedModel(
         return ModelCard.from_template(
             card_data=data,
             template_str=MODEL_CARD,
-            name=repo_id or self.source.name,
+            name=repo_id or Path(self.name).name,
             detector=config.detector.backend,
             encoder=config.encoder.name,
             task=config.task.name,
@@ -519,10 +568,15 @@ def _answer_position(output: ModelOutput, text: int) -> int:
     return batch.texts.input_ids.shape[1] + int(is_masked.int().argmax()) if is_masked.any() else 0
 
 
-def load(source: str | Path, device: str | torch.device | None = None) -> TrainedModel:
+def load(
+    source: str | Path,
+    device: str | int | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+) -> TrainedModel:
     """Load a run directory, a saved model folder, or a model of the Hugging Face hub; see `e2e_vl.load`."""
+    device = choose_device(device)  # before a download
     if (folder := find_run(source)) is not None:
-        return TrainedModel.from_folder(folder, device)
+        return TrainedModel.from_folder(folder, device, dtype)
     try:
         folder = snapshot_download(str(source))
     except (OSError, ValueError) as error:  # no such model, no connection, or offline
@@ -530,4 +584,4 @@ def load(source: str | Path, device: str | torch.device | None = None) -> Traine
             f"{source} is neither a local folder nor a model that could be loaded from the hub "
             f"({first_line(error)}); check the name and the connection, or give a run directory."
         ) from error
-    return TrainedModel.from_folder(folder, device)
+    return TrainedModel.from_folder(folder, device, dtype, name=str(source))

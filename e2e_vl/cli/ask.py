@@ -69,12 +69,13 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser.add_argument("--choices", nargs="+", default=(), metavar="TEXT", help="VCR: the four texts to choose from")
     parser.add_argument("--answer", help="VCR, a run that chooses rationales: the answer to justify")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for answer.json and pictures")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 or mps (default: the CUDA GPU if there is one)")
     args = parser.parse_args(argv)
     questions = read_questions(args)
     find_run(args.run)  # raises an error if the run is missing
     from e2e_vl.api.model import load  # late: imports torch
 
-    model = load(args.run)
+    model = load(args.run, args.device)
     answers = model.answer_questions(questions, keep_going=True)
     failures = []
     for number, (question, answer) in enumerate(zip(questions, answers, strict=True), start=1):

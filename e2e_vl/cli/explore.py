@@ -35,7 +35,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
         help="allow a --host that other machines can reach, without a password",
     )
     parser.add_argument("--port", type=int, default=7860, help="port to listen on (default: %(default)s)")
-    parser.add_argument("--device", help="device to run on, such as cpu (default: the GPU if there is one)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 or mps (default: the CUDA GPU if there is one)")
     return parser
 
 

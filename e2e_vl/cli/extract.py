@@ -113,6 +113,7 @@ def one_image_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
     add_detector_options(parser, None)
     parser.add_argument("--text", help="phrase to find in the image with --run")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 or mps (default: the CUDA GPU if there is one)")
     parser.add_argument("--class-names", type=Path, help="text file with one class per line (objects_vocab.txt)")
     parser.add_argument("--attribute-names", type=Path, help="likewise for attributes, which are then drawn")
     shown = DISPLAY_SELECTION
@@ -148,7 +149,7 @@ def one_image(argv: list[str] | None = None, prog: str | None = None) -> int:
     source = source.with_names(args.class_names, args.attribute_names)
     if source.warning:
         print(source.warning)
-    found = TrainedDetector(source).find_regions(image, None, rule)
+    found = TrainedDetector(source, args.device).find_regions(image, None, rule)
     path = args.output / "regions.npz"
     args.output.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as part, part.open("wb") as file:
@@ -158,7 +159,7 @@ def one_image(argv: list[str] | None = None, prog: str | None = None) -> int:
     if args.text is not None:
         from e2e_vl.api.model import load  # imports transformers, which takes seconds
 
-        model = load(args.run)
+        model = load(args.run, args.device)
         if not model.network.task.predicts_box:
             raise UserError(f"{args.run}: the task '{model.config.task.name}' does not answer with a box.")
         [answer] = model.answer_questions([Question(image, args.text)])

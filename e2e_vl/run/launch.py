@@ -19,6 +19,7 @@ from accelerate.utils import (
 )
 
 from detector.errors import UserError
+from e2e_vl.run.devices import default_device
 
 # Sharding backends of accelerate, which are not supported: checkpoints and the gradient norm need the whole model.
 SHARDED = {
@@ -35,7 +36,9 @@ logger = logging.getLogger(__name__)
 def make_accelerator(
     mixed_precision: str, *, tf32: bool | None = None, max_wait_minutes: float = 240.0, **options: Any
 ) -> Accelerator:
-    """An `Accelerator` on the GPU, or on the CPU if there is no GPU or ACCELERATE_USE_CPU is true.
+    """An `Accelerator` on the CUDA GPU, or on the CPU if there is none or ACCELERATE_USE_CPU is true.
+
+    Accelerate itself would choose a Mac's MPS, which has no float64.
 
     On the CPU, `accelerate launch` gives each process one thread; here the processes share all cores, unless
     `--num_cpu_threads_per_process` gives them more. Accelerate's setting for gradient accumulation is ignored.
@@ -54,7 +57,12 @@ def make_accelerator(
                 "process needs the whole model. Launch without it; to save memory, set "
                 "train.activation_checkpointing=true or train.mixed_precision=bf16."
             )
-    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    on_cpu = default_device().type == "cpu"
+    if on_cpu and torch.accelerator.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU"):
+        logger.warning(
+            "This command runs on CUDA GPUs and CPUs only, so it uses the CPU and not this machine's %s.",
+            torch.accelerator.current_accelerator(),
+        )
     if on_cpu and mixed_precision == "bf16" and CPU_INFO.is_file() and "bf16" not in CPU_INFO.read_text("utf-8"):
         logger.warning(
             "This CPU has no bf16 instructions, so bf16 is many times slower than float32 (20 instead of 152 GFLOP/s "

@@ -440,3 +440,27 @@ def test_a_detector_that_learned_no_boxes_says_so(pretraining_run, photo):
             found = load(pretraining_run).regions(photo)
         assert said[0].filename == __file__ and found.warning in repr(found)
         assert found.draw().height > dataclasses.replace(found, warning="").draw().height
+
+
+def test_half_precision_keeps_float32_boxes(demo_model):
+    scene = demo_model.examples[0]
+    before, regions = demo_model.ask(scene.image, scene.texts[0]), demo_model.regions(scene.image)
+    try:
+        assert demo_model.to(torch.bfloat16) is demo_model and demo_model.to("cpu") is demo_model
+        assert "dtype     bfloat16" in repr(demo_model)
+        answer, in_half = demo_model.ask(scene.image, scene.texts[0]), demo_model.regions(scene.image)
+    finally:
+        demo_model.to(dtype="float32")
+    assert answer.score != before.score and answer.score == pytest.approx(before.score, abs=0.01)
+    assert answer.box == pytest.approx(before.box, abs=0.1) and answer.box.dtype == np.float32
+    assert in_half.boxes[0] == pytest.approx(regions.boxes[0], abs=0.1) and (in_half.scores != regions.scores).any()
+    assert {p.dtype for p in demo_model.network.parameters()} == {torch.float32}
+    detector = e2e_vl.load_detector("demo", device="cpu", dtype="fp16")
+    assert detector.to(dtype="bf16").dtype == torch.bfloat16 and detector.device.type == "cpu"
+    assert detector.regions(scene.image).boxes == pytest.approx(in_half.boxes, abs=1e-4)
+
+
+def test_messages_name_the_demo(demo_model):
+    answer = demo_model.answer_questions([Question(demo_model.examples[0].image, "the zebra")])[0]
+    assert any("vocabulary of demo:" in warning for warning in answer.warnings)
+    assert repr(demo_model).startswith("TrainedModel demo\n")

@@ -73,7 +73,9 @@ def test_launches_of_the_base_model(tmp_path: Path):
 def test_waits_of_every_task(encoder: str, tmp_path: Path):
     tasks = TASKS if encoder == "vl_bert" else TASKS[:-1]  # the tiny pre-training has objectives of VL-BERT
     jobs = [job(task, encoder, tmp_path) for task in tasks]
-    for task, found in zip(tasks, run(jobs), strict=True):
+    if encoder == "vl_bert":  # a step on a device without float64 raises no error
+        jobs.append(job("refcoco", encoder, tmp_path / "without_float64") | {"photo": None, "without_float64": True})
+    for task, found in zip(tasks, run(jobs), strict=False):
         limit = {"pretraining": PRETRAINING, "vcr": GIVEN}.get(task, PREDICTED)
         limit += (task, encoder) == ("nlvr2", "lxmert")  # the most regions of one image, for a pass per image
         assert sum(found["step"].values()) <= limit, (task, found["step"])
