@@ -1,4 +1,4 @@
-"""Read JSON, YAML and pickle files (without executing code), and write files atomically.
+"""Read text, JSON, YAML and pickle files (without executing code), and write files atomically.
 
 An atomic write creates a temporary file next to its target, flushes it to disk and then renames it, so a killed process
 or a full disk never leaves an incomplete file under the final name. Temporary names start with a dot and end with
@@ -7,8 +7,11 @@ or a full disk never leaves an incomplete file under the final name. Temporary n
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
+import logging
+import mmap
 import os
 import pickle
 import re
@@ -26,7 +29,57 @@ from detector.errors import UserError, first_line, reading
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 _PART, _OLD = ".part", ".old"
+
+
+def read_text(path: str | Path) -> str:
+    """Read a text file, see `decode_text`. Line breaks become \\n."""
+    return decode_text(_read_bytes(path), str(path)).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def decode_text(content: bytes, name: str) -> str:
+    """Decode UTF-8, or UTF-16 or UTF-32 with a byte-order mark, without the mark.
+
+    In other encodings (those of Windows) only quotation marks, dashes and dots are known; letters are an error, because
+    they may be of any alphabet. Error messages start with `name`.
+    """
+    try:
+        return content.decode(find_encoding(content))
+    except UnicodeDecodeError as error:
+        if _WINDOWS_PUNCTUATION.fullmatch(content):
+            return content.decode("cp1252")
+        line = content.count(b"\n", 0, error.start) + 1
+        words = content[: error.start].rpartition(b"\n")[2][-10:] + content[error.start :].partition(b"\n")[0][:10]
+        raise UserError(
+            f"{name}, line {line}: not UTF-8 (byte 0x{content[error.start]:02x}; in Windows-1252, the text would be "
+            f"{words.decode('cp1252', 'replace')!r}); save the file as UTF-8."
+        ) from error
+
+
+def find_encoding(content: bytes) -> str:
+    """The Unicode encoding of a file that begins with `content`, by its byte-order mark or its first zero bytes."""
+    for mark, encoding in _BYTE_ORDER_MARKS.items():
+        if content.startswith(mark):
+            return encoding
+    if content[1:2] == b"\0":
+        return "utf-16-le"
+    return "utf-16-be" if content[:1] == b"\0" else "utf-8"
+
+
+_LARGEST_EXACT = 2**53  # floats count in steps of 1 up to here
+_STRING_OR_NAN = re.compile(r'"(?:[^"\\]|\\.)*"|\bNaN\b')  # in JSON
+# UTF-32 first: its mark begins with that of UTF-16
+_BYTE_ORDER_MARKS = {
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+# ASCII, and what is the same character in the Windows encodings of all European alphabets
+_WINDOWS_PUNCTUATION = re.compile(rb"[\x00-\x7f\x82\x84\x85\x91-\x97]*")
 
 
 def read_json(path: str | Path, type: type[T] | Any = Any) -> T:
@@ -34,13 +87,53 @@ def read_json(path: str | Path, type: type[T] | Any = Any) -> T:
     return decode_json(_read_bytes(path), str(path), type)
 
 
-def decode_json(text: str | bytes, name: str, type: type[T] | Any = Any) -> T:
-    """Decode JSON like `read_json`. Error messages start with `name`."""
+def decode_json(text: str | bytes | mmap.mmap, name: str, type: type[T] | Any = Any) -> T:
+    """Decode JSON like `read_json`. Error messages start with `name`.
+
+    What Python and other tools write is read too: a byte-order mark, UTF-16, NaN (as null, logged), and 1.0 where an
+    integer is expected. Integers beyond 64 bits become strings where an id is expected.
+    """
     try:
         return msgspec.json.decode(text, type=type)
+    except msgspec.ValidationError as error:
+        try:
+            return convert(msgspec.json.decode(text), type)
+        except msgspec.ValidationError:
+            raise UserError(f"{name}: {first_line(error)}; correct or replace the file.") from error
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        what = "" if isinstance(error, msgspec.ValidationError) else "not valid JSON: "
-        raise UserError(f"{name}: {what}{first_line(error)}; correct or replace the file.") from error
+        original = text if isinstance(text, str) else decode_text(bytes(text), name)
+        changed = _STRING_OR_NAN.sub(lambda token: "null" if token[0] == "NaN" else token[0], original)
+        if changed != original:
+            logger.warning("%s: NaN is read as null, a missing value.", name)
+            return decode_json(changed, f"{name} (NaN read as null)", type)
+        if not isinstance(text, str):  # the encoding may be the fault
+            return decode_json(original, name, type)
+        hint = " (JSON has no Infinity)" if "Infinity" in original else ""
+        raise UserError(f"{name}: not valid JSON: {first_line(error)}{hint}; correct or replace the file.") from error
+
+
+def convert(value: Any, type: type[T] | Any) -> T:
+    """Convert plain values to `type` like `msgspec.convert`, with the integers that `decode_json` reads."""
+    try:
+        return msgspec.convert(value, type)
+    except msgspec.ValidationError as error:
+        try:
+            return msgspec.convert(_plain_integers(value), type)
+        except msgspec.ValidationError:
+            raise error from None
+
+
+def _plain_integers(value: Any) -> Any:
+    """Replace 1.0 with 1, and integers beyond 64 bits with strings, in nested lists and dicts."""
+    if isinstance(value, dict):
+        return {key: _plain_integers(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain_integers(item) for item in value]
+    if isinstance(value, float) and value.is_integer() and abs(value) < _LARGEST_EXACT:
+        return int(value)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return str(value)
+    return value
 
 
 def read_yaml(path: str | Path) -> Any:

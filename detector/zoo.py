@@ -17,8 +17,8 @@ from pathlib import Path
 from filelock import FileLock
 
 from detector.config import NORM_EPS
-from detector.errors import MissingFileError, UserError, first_line, reading, user_path
-from detector.io import atomic_file, read_yaml
+from detector.errors import MissingFileError, UserError, first_line, user_path
+from detector.io import atomic_file, read_text, read_yaml
 
 PUBLISHED = Path(__file__).with_name("published")  # Detectron2 YAML files
 CLASS_LISTS = Path(__file__).with_name("class_names")  # text files with one class name per line
@@ -161,8 +161,7 @@ def read_vocabulary(path: str | Path, number: int, what: str) -> tuple[str, ...]
     Line i contains the name of class i, from 0. Synonyms after a comma are dropped. There is no line for the background
     or for "no attribute". `number` of them are expected; `what` ("classes" or "attributes") names them in the message.
     """
-    with reading(path):
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    lines = read_text(path).splitlines()
     names = tuple(line.partition(",")[0].strip() for line in lines)
     if len(names) != number or not all(names):
         raise UserError(

@@ -13,7 +13,8 @@ from urllib.parse import quote
 import msgspec
 from msgspec import Meta
 
-from detector.errors import MissingFileError, UserError, reading, user_path
+from detector import io
+from detector.errors import MissingFileError, UserError, user_path
 from detector.io import atomic_file, decode_json, flush_to_disk, json_text, read_json, write_json, write_text
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 _LARGEST = 1e9  # pixels; the sum of two such numbers is finite in float32
 
-Id = int | str
+# an integer beyond 64 bits becomes a string, see `detector.io.decode_json`
+Id = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | str
 Count = Annotated[int, Meta(ge=0)]
 Side = Annotated[int, Meta(ge=1, le=int(_LARGEST))]  # of an image, pixels
 Words = Annotated[str, Meta(pattern=r"\S")]  # a text that is not blank
@@ -51,10 +53,8 @@ def box_corners(box: FourNumbers, where: str) -> FourNumbers:
 
 
 def read_text(path: str | Path) -> str:
-    """Read a UTF-8 text file, without a byte-order mark."""
-    path = user_path(path)
-    with reading(path, UnicodeDecodeError):
-        return path.read_text(encoding="utf-8-sig")
+    """Read a text file of a user, see `detector.io.decode_text`."""
+    return io.read_text(user_path(path))
 
 
 def file_name(text: str) -> str:

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from detector.errors import UserError, user_path
-from detector.io import read_json, read_pickle
+from detector.io import convert, read_json, read_pickle
 from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, TextRecord
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.config import NoOptions
@@ -105,7 +105,7 @@ def read_refs(path: str | Path) -> list[Ref]:
     except UserError:  # byte strings of Python 2 in an older encoding
         content = read_pickle(path, encoding="latin1")
     try:
-        return msgspec.convert(content, list[Ref])
+        return convert(content, list[Ref])
     except msgspec.ValidationError as error:
         raise UserError(f"{path}: {error}; correct the file or download it again") from error
 

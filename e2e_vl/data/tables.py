@@ -26,7 +26,7 @@ from filelock import FileLock
 from tqdm.auto import tqdm
 
 from detector.errors import MissingFileError, UserError, reading, user_path
-from detector.io import atomic_file, decode_json
+from detector.io import atomic_file, decode_json, decode_text, find_encoding
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,10 @@ class SerializedList(Sequence, Generic[Item]):
         encode = msgspec.msgpack.Encoder().encode
         data, ends = bytearray(), array("q", [0])
         for item in items:
-            data += encode(item)
+            try:
+                data += encode(item)
+            except OverflowError as error:
+                raise UserError(f"{item}: a number has more than 64 bits; write it as a string") from error
             ends.append(len(data))
         self._data = np.frombuffer(bytes(data), dtype=np.uint8)
         self._ends = np.frombuffer(ends, dtype=np.int64)
@@ -238,10 +241,19 @@ def _mapped(path: str | Path) -> mmap.mmap | bytes:
 def stream_lines(path: str | Path, type: Any = Any) -> Iterator[Any]:
     """The values of a file with one JSON value per line, each decoded as `type`; blank lines are skipped."""
     path = user_path(path)
+    require_utf8(path)
     with reading(path), path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 yield decode_json(line, f"{path}, line {number}", type)
+
+
+def require_utf8(path: Path) -> None:
+    """Raise a UserError if a file that is read line by line is in another Unicode encoding."""
+    with reading(path):
+        encoding = find_encoding(read_range(path, 0, 4))
+    if not encoding.startswith("utf-8"):
+        raise UserError(f"{path}: the encoding is {encoding.upper()}; save the file as UTF-8")
 
 
 def cached_array(sources: Sequence[Path], folder: Path, kind: str, make: Callable[[], np.ndarray]) -> np.ndarray:
@@ -286,6 +298,7 @@ class TextLines(Sequence):
 
     def _find_lines(self) -> np.ndarray:
         """int64 [n]: offsets of the non-blank lines."""
+        require_utf8(self.path)
         starts, position = array("q"), 0
         title, size = f"indexing {self.path.name}", self.path.stat().st_size
         with self.path.open("rb") as file, tqdm(total=size, desc=title, unit="B", unit_scale=True, delay=1) as bar:
@@ -303,9 +316,9 @@ class TextLines(Sequence):
 
     def __getitem__(self, number: int) -> str:
         """One line, stripped of whitespace."""
-        with reading(f"{self.path}, line {number + 1}", UnicodeDecodeError), self.path.open("rb") as file:
+        with self.path.open("rb") as file:
             file.seek(int(self._starts[range(len(self))[number]]))
-            return file.readline().decode("utf-8-sig").strip()
+            return decode_text(file.readline(), f"{self.path}, line {number + 1}").strip()
 
 
 class Archives:

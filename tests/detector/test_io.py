@@ -22,6 +22,7 @@ from detector.io import (
     atomic_folder,
     read_json,
     read_pickle,
+    read_text,
     read_yaml,
     remove_leftovers,
     write_json,
@@ -38,8 +39,10 @@ class Point(msgspec.Struct):
     [
         ("a.json", b'{"x": 1', "not valid JSON"),
         ("a.json", b"", "not valid JSON"),
-        ("a.json", b'{"x": NaN}', "not valid JSON"),
-        ("a.json", b"\xff", "not valid JSON"),
+        ("a.json", b'{"x": NaN}', r"NaN read as null\): .* - at `\$\.x`"),
+        ("a.json", b'{"x": Infinity}', "not valid JSON: .* JSON has no Infinity"),
+        ("a.json", b'{"x":\n"gr\xf6\xdfer"}', "line 2: not UTF-8 .*größer"),
+        ("a.json", b'{"x": 1.5}', r"\$\.x"),
         ("a.json", b'{"x": "1"}', r"\$\.x"),
         ("a.json", b"{}", "`x`"),
         ("a.yaml", b"a: !!python/object/apply:os.system [x]", "not valid YAML"),
@@ -62,6 +65,43 @@ def test_faults_name_file_and_place(name: str, content: bytes, fault: str, tmp_p
     path.write_bytes(content)
     with pytest.raises(UserError, match=rf"{name}.*{fault}"):
         readers[path.suffix](path)
+
+
+class Row(msgspec.Struct):
+    id: int | str
+    area: float | None = None
+
+
+@pytest.mark.parametrize(
+    ("content", "row"),
+    [
+        (b'\xef\xbb\xbf{"id": 1}', Row(1)),
+        ('{"id": "größer"}'.encode("utf-16"), Row("größer")),
+        ('{"id": "größer"}'.encode("utf-16-be"), Row("größer")),
+        ('{"id": "größer"}'.encode("utf-32"), Row("größer")),
+        (b'{"id": "the dog\x92s"}', Row("the dog\u2019s")),
+        (b'{"id": "NaN \\" NaN", "area": NaN}', Row('NaN " NaN')),
+        (b'{"id": 1.0, "area": 2.0}', Row(1, 2.0)),
+    ],
+)
+def test_json_of_other_tools(tmp_path: Path, content: bytes, row: Row):
+    (tmp_path / "a.json").write_bytes(content)
+    assert read_json(tmp_path / "a.json", Row) == row
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("\ufeffgrößer\r\n".encode(), "größer\n"),
+        ("größer".encode("utf-16"), "größer"),
+        ("größer".encode("utf-16-le"), "größer"),
+        (b"\x93it\x92s\x94 \x96 ", "\u201cit\u2019s\u201d \u2013 "),
+        (b"", ""),
+    ],
+)
+def test_text_of_other_tools(tmp_path: Path, content: bytes, text: str):
+    (tmp_path / "a.txt").write_bytes(content)
+    assert read_text(tmp_path / "a.txt") == text
 
 
 def test_json_without_nan(tmp_path: Path):
