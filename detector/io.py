@@ -95,10 +95,11 @@ def decode_json(text: str | bytes | mmap.mmap, name: str, type: type[T] | Any = 
     """
     try:
         return msgspec.json.decode(text, type=type)
-    except msgspec.ValidationError as error:
+    except msgspec.ValidationError:
+        value = decode_json(text, name)
         try:
-            return convert(msgspec.json.decode(text), type)
-        except msgspec.ValidationError:
+            return convert(value, type)
+        except msgspec.ValidationError as error:
             raise UserError(f"{name}: {first_line(error)}; correct or replace the file.") from error
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         original = text if isinstance(text, str) else decode_text(bytes(text), name)
@@ -116,11 +117,8 @@ def convert(value: Any, type: type[T] | Any) -> T:
     """Convert plain values to `type` like `msgspec.convert`, with the integers that `decode_json` reads."""
     try:
         return msgspec.convert(value, type)
-    except msgspec.ValidationError as error:
-        try:
-            return msgspec.convert(_plain_integers(value), type)
-        except msgspec.ValidationError:
-            raise error from None
+    except msgspec.ValidationError:
+        return msgspec.convert(_plain_integers(value), type)
 
 
 def _plain_integers(value: Any) -> Any:

@@ -9,8 +9,9 @@ from urllib.parse import unquote
 
 import pytest
 
-from detector.io import atomic_folder
+from detector.io import atomic_folder, decode_json
 from e2e_vl.io import (
+    Id,
     RunLog,
     box_corners,
     check_output,
@@ -42,13 +43,32 @@ def test_boxes_become_corners():
 
 
 def test_text_files(tmp_path: Path):
-    (tmp_path / "a.txt").write_text("\ufeffgrößer\n", encoding="utf-8")
-    assert read_text(tmp_path / "a.txt") == "größer\n"
     (tmp_path / "a.txt").write_bytes(b"gr\xf6\xdfer")
-    with refused("a.txt", "utf-8"):
+    with refused("a.txt, line 1", "UTF-8"):
         read_text(tmp_path / "a.txt")
     with pytest.raises(FileNotFoundError, match=r"none\.txt"):
         read_text(tmp_path / "none.txt")
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("1", 1),
+        ('"1"', "1"),
+        ("1.0", 1),
+        (str(2**63 - 1), 2**63 - 1),
+        (str(2**63), str(2**63)),
+        (f"-{2**70}", f"-{2**70}"),
+    ],
+)
+def test_ids_are_integers_of_64_bits_or_strings(written: str, read: int | str):
+    assert decode_json(written, "a.json", Id) == read
+
+
+def test_other_numbers_are_no_ids():
+    for written in ("1.5", "1e17", "true", "null"):  # above 2^53, floats stand for several integers
+        with refused("a.json"):
+            decode_json(written, "a.json", Id)
 
 
 def test_a_log_names_what_was_not_finite_and_loses_a_line_that_was_cut_off(tmp_path: Path):

@@ -39,9 +39,15 @@ class _Annotation(Record):
     category_id: Id
     bbox: FourNumbers  # x, y, width, height
     iscrowd: Literal[0, 1] | bool | None = 0
-    attribute_ids: list[Id] = field(default_factory=list)
+    attribute_ids: list[Id] | None = field(default_factory=list)
     area: Annotated[float, Meta(ge=0)] | None = None
-    attributes: dict[str, Any] = field(default_factory=dict)  # CVAT's
+    attributes: dict[str, Any] | list[Any] | None = field(default_factory=dict)  # CVAT's; of other tools null or a list
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.attributes, dict):
+            self.attributes = {}
+        if self.attribute_ids is None:
+            self.attribute_ids = []
 
 
 class _NamedId(Record):
@@ -49,13 +55,26 @@ class _NamedId(Record):
     name: Words
 
 
+class _Category(_NamedId):
+    supercategory: Any = None
+
+
 class InstancesFile(Record):
     """COCO's JSON."""
 
     images: list[_Image]
     annotations: list[_Annotation]
-    categories: list[_NamedId]
-    attributes: list[_NamedId] = field(default_factory=list)
+    categories: list[_Category]
+    attributes: list[_NamedId] | None = field(default_factory=list)
+
+    def root_category(self) -> _Category | None:
+        """Roboflow's first category, which stands for the project: the others are below it, and no box is of it."""
+        if len(self.categories) < 2:
+            return None
+        root, *classes = self.categories
+        is_root = root.supercategory == "none" and all(category.supercategory == root.name for category in classes)
+        is_used = any(annotation.category_id == root.id for annotation in self.annotations)
+        return root if is_root and not is_used else None
 
 
 class CocoObject(Record, array_like=True):
@@ -92,27 +111,34 @@ class CocoInstances:
     def __init__(self, path: str | Path) -> None:
         self.path = user_path(path)
         content = read_json(self.path, InstancesFile)
-        self.category_ids, self.class_names = self._names(content.categories, "category")
-        attribute_ids, self.attribute_names = self._names(content.attributes, "attribute")
-        class_of = {category: index for index, category in enumerate(self.category_ids)}
-        attribute_of = {attribute: index for index, attribute in enumerate(attribute_ids)}
+        root = content.root_category()
+        if root is not None:
+            logger.warning(
+                "%s: the category '%s' is Roboflow's name of the project, not a class.", self.path, root.name
+            )
+        categories = [category for category in content.categories if category is not root]
+        self.category_ids, self.class_names = self._names(categories, "category")
+        attribute_ids, self.attribute_names = self._names(content.attributes or [], "attribute")
+        # 12 and "12" are the same id, because some tools write strings in one list only
+        class_of = {str(category): index for index, category in enumerate(self.category_ids)}
+        attribute_of = {str(attribute): index for index, attribute in enumerate(attribute_ids)}
         require_unique((str(image.id) for image in content.images), f"{self.path}: image")
         require_unique((row.id for row in content.annotations), f"{self.path}: annotation")
-        images = {row.id: CocoImage(row.id, row.file_name, row.width, row.height, []) for row in content.images}
+        images = {str(row.id): CocoImage(row.id, row.file_name, row.width, row.height, []) for row in content.images}
         empty = []
         corners: list[FourNumbers] = []
         sizes: list[tuple[int, int]] = []
         image_ids: list[Id] = []
         for row in content.annotations:
-            image, (x, y, width, height) = images.get(row.image_id), row.bbox
+            image, (x, y, width, height) = images.get(str(row.image_id)), row.bbox
             box = (x, y, x + width, y + height)
             if width <= 0 or height <= 0:
                 empty.append(row.id)
                 continue
             if (
                 image is None
-                or row.category_id not in class_of
-                or not attribute_of.keys() >= {*row.attribute_ids}
+                or str(row.category_id) not in class_of
+                or not attribute_of.keys() >= {*map(str, row.attribute_ids)}
                 or x >= image.width
                 or y >= image.height
                 or min(box[2:]) <= 0
@@ -121,11 +147,11 @@ class CocoInstances:
                     f"{self.path}: annotation {row.id} has an image_id, a category_id or an attribute that the file "
                     f"does not list, or its box {[*row.bbox]} lies outside the image"
                 )
-            attributes = tuple(attribute_of[attribute] for attribute in row.attribute_ids)
+            attributes = tuple(attribute_of[str(attribute)] for attribute in row.attribute_ids)
             corners.append(box)
             sizes.append((image.width, image.height))
             image_ids.append(image.id)
-            labels = class_of[row.category_id], box, bool(row.iscrowd), attributes, row.area
+            labels = class_of[str(row.category_id)], box, bool(row.iscrowd), attributes, row.area
             image.objects.append(CocoObject(row.id, *labels))
         self.empty_boxes = frozenset(empty)  # ids of the skipped annotations
         if empty:
@@ -141,7 +167,7 @@ class CocoInstances:
 
     def _names(self, rows: Sequence[_NamedId], what: str) -> tuple[list[Id], list[str]]:
         """The ids, sorted with numbers before strings, and their names."""
-        require_unique((row.id for row in rows), f"{self.path}: {what}")
+        require_unique((str(row.id) for row in rows), f"{self.path}: {what}")
         require_unique((row.name for row in rows), f"{self.path}: {what}")
         rows = sorted(rows, key=lambda row: (isinstance(row.id, str), row.id))
         return [row.id for row in rows], [row.name for row in rows]
@@ -231,6 +257,12 @@ class CocoDetectionDataset(VLDataset):
         self.groups = [[row] for row, image in images if keep_all or not all(one.is_crowd for one in image.objects)]
         self.parts = [{}]
         self.class_names = self.instances.class_names
+        words = [category_id for category_id in self.instances.category_ids if isinstance(category_id, str)]
+        if words:
+            raise UserError(
+                f"{self.instances.path}: the category id {words[0]!r} is not an integer of 64 bits, as results in COCO's "
+                "format need; number the categories"
+            )
         self._categories = Categories(tuple(self.instances.category_ids))
 
     @classmethod

@@ -39,6 +39,45 @@ def test_every_image_and_annotation_is_what_the_file_says(tiny):
     assert instances.objects("11").boxes.shape == (0, 4)
 
 
+def add_root(content: dict) -> None:
+    for row in content["categories"]:
+        row["supercategory"] = "square"
+    content["categories"].insert(0, {"id": 0, "name": "square", "supercategory": "none"})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda c: None,
+        lambda c: [row.update(id=float(row["id"]), width=float(row["width"])) for row in c["images"]],
+        lambda c: [row.update(image_id=str(row["image_id"])) for row in c["annotations"]],
+        lambda c: [row.update(category_id=f"{row['category_id']}") for row in c["annotations"]],
+        lambda c: [row.update(attributes=None, area=float("nan")) for row in c["annotations"]],
+        lambda c: [row.update(attributes=[]) for row in c["annotations"]],
+        add_root,
+    ],
+)
+def test_the_same_in_the_words_of_other_tools(tiny, change):
+    before = CocoInstances(tiny.write().instances_file)
+    change(tiny.instances)
+    tiny.instances_file.write_text("\ufeff" + json.dumps(tiny.instances), encoding="utf-8")
+    after = CocoInstances(tiny.instances_file)
+    assert [*after.images] == [*before.images]
+    assert (after.category_ids, after.class_names) == (before.category_ids, before.class_names)
+
+
+def test_a_category_without_supercategory_is_a_class_if_a_box_is_of_it(tiny):
+    first, second = tiny.instances["categories"]
+    first["supercategory"], second["supercategory"] = "none", first["name"]
+    assert len(CocoInstances(tiny.write().instances_file).class_names) == 2
+
+
+def test_ids_beyond_64_bits_are_read_as_strings(tiny):
+    tiny.instances["images"].append(NO_OBJECTS | {"id": 2**70})
+    instances = CocoInstances(tiny.write().instances_file)
+    assert instances[2**70].id == str(2**70) and instances[2**70].file_name == "eleven.png"
+
+
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
