@@ -135,9 +135,10 @@ class DataSettings(Settings, frozen=True):
     mirror_precomputed: bool = False
     # use the mean of the region features for whole images without a feature of their own (official VL-BERT code)
     mean_image_feature: bool = False
-    # missing or unreadable images: training logs them and uses the next image; tools/evaluate.py skips and counts them,
-    # as evaluations during training always do
-    skip_broken: bool = False
+    # missing or unreadable images: training logs them and uses the next image; with "blank" it keeps their texts and
+    # boxes with an image of the mean colour, if annotations or box file state the size (official VL-BERT pre-training).
+    # tools/evaluate.py skips and counts them, as evaluations during training always do.
+    skip_broken: bool | Literal["blank"] = False
     # number of images of each split to check for before a run; 0 = none, None = all
     check_images: NonNegativeInt | None = 100
     keep_empty_images: bool = True  # detection: also train on images without objects

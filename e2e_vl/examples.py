@@ -141,8 +141,9 @@ class ImageTransform:
 
     The methods take boxes as float [R, 4] xyxy in pixels of the original image and return pixels of the resized image:
 
-    transform_boxes            not clamped: targets of tasks and phrases (official VL-BERT code)
-    transform_and_clamp_boxes  clamped: candidate boxes (official VL-BERT code)
+    transform_boxes            not clamped: phrases
+    transform_referred_boxes   clamped: the boxes that an expression refers to (official VL-BERT code)
+    transform_and_clamp_boxes  clamped, and never empty: candidate boxes (official VL-BERT code)
     transform_objects          clipped: targets of detection losses (Detectron2)
     """
 
@@ -156,6 +157,10 @@ class ImageTransform:
         if self.flipped:
             moved[:, [0, 2]] = self.size[1] - 1 - moved[:, [2, 0]]
         return moved
+
+    def transform_referred_boxes(self, boxes: np.ndarray) -> np.ndarray:
+        """float32 [R, 4], clamped to [0, width - 1] x [0, height - 1]."""
+        return self._clamped(self.transform_boxes(boxes))
 
     def transform_objects(self, boxes: np.ndarray) -> np.ndarray:
         """float32 [G, 4], clipped to [0, width] x [0, height]; a flip is x' = width - x."""
@@ -180,14 +185,16 @@ class ImageTransform:
                 f"{name}: box {row} [x1, y1, x2, y2] = {boxes[row].tolist()} lies outside the "
                 f"{original_width} x {original_height} image; correct or remove it"
             )
-        height, width = self.size
-        moved = self.transform_boxes(boxes)
-        moved = np.clip(moved, 0, np.array([width - 1, height - 1, width - 1, height - 1])).astype(np.float32)
+        moved = self._clamped(self.transform_boxes(boxes))
         for low, high in ((0, 2), (1, 3)):
             lost = moved[:, high] <= moved[:, low]
             moved[lost, low] = np.maximum(moved[lost, high] - 1, 0)
             moved[lost, high] = moved[lost, low] + 1
         return moved
+
+    def _clamped(self, moved: np.ndarray) -> np.ndarray:
+        height, width = self.size
+        return np.clip(moved, 0, np.array([width - 1, height - 1, width - 1, height - 1])).astype(np.float32)
 
     def _scaled(self, boxes: np.ndarray) -> np.ndarray:
         x_scale, y_scale = self.size[1] / self.original_size[1], self.size[0] / self.original_size[0]

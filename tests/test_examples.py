@@ -54,6 +54,15 @@ def test_boxes_are_clamped_to_the_last_pixel_and_keep_an_area(transform, boxes, 
     assert found.dtype == np.float32
 
 
+def test_referred_boxes_are_clamped_as_they_are():
+    """As in VL-BERT's official data set of RefCOCO+: a box at the last pixel may be empty."""
+    boxes = np.array([[-3, 2, 50, 22.5], [49.5, 0, 50, 40]])
+    found = TWICE.transform_referred_boxes(boxes)
+    np.testing.assert_array_equal(found, np.array([[0, 4, 99, 45], [99, 0, 99, 79]], np.float32))
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(MIRRORED.transform_referred_boxes(boxes)[0], [0, 4, 99, 45])
+
+
 @pytest.mark.parametrize("box", [[50, 0, 60, 10], [0, 40, 5, 60], [-9, 0, 0, 10], [0, -9, 5, 0]])
 def test_a_box_outside_the_image_is_an_error(box):
     with pytest.raises(ValueError, match=r"dets\.json: image 7: box 1 "):

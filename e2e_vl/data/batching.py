@@ -11,7 +11,7 @@ import multiprocessing
 import pickle
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -474,7 +474,8 @@ class ExampleDataset(Dataset):
     preprocessor: Preprocessor
     _: dataclasses.KW_ONLY
     seed: int = 0  # all random choices depend only on (seed, epoch, text)
-    skip_broken: bool = False  # replace an image that is missing or cannot be read by the next one, and log it
+    # replace an image that is missing or cannot be read by the next one, or by a "blank" one of its size, and log it
+    skip_broken: bool | Literal["blank"] = False
 
     def __post_init__(self) -> None:
         self.groups = self.dataset.groups  # the text indices of each image
@@ -497,21 +498,38 @@ class ExampleDataset(Dataset):
                     hint = "(To train without it, set data.skip_broken=true; the next image is then used instead.)"
                     raise kind(f"{cause} {hint}") from cause
                 self.broken.add(group)
+                blank = self._read_blank(request, texts)
                 logger.warning(
-                    "%s The next image is used instead (%d unreadable images so far in this process).",
-                    *(cause, len(self.broken)),
+                    "%s %s is used instead (%d unreadable images so far in this process).",
+                    *(cause, "The next image" if blank is None else "A blank image", len(self.broken)),
                 )
+                if blank is not None:
+                    return blank
             others = (other % len(self.groups) for other in range(group + 1, group + 1 + len(self.groups)))
             group = next(other for other in others if len(self.groups[other]))
             texts = tuple(self.groups[group][: len(request.texts)])
         raise UserError(f"{_BROKEN_IN_A_ROW} images in a row cannot be read; check the paths. The last error: {cause}")
 
-    def read(self, request: Request, texts: tuple[int, ...] | None = None) -> Example:
-        """Load the request's image with all its texts, or with `texts`, using the request's random generator. Raises
-        BrokenImageError: the image is missing or cannot be read; its cause names the file.
+    def _read_blank(self, request: Request, texts: tuple[int, ...]) -> Example | None:
+        """Return the texts with a blank image; None if images are not replaced so, or if the size is unknown."""
+        if self.skip_broken != "blank":
+            return None
+        try:
+            return self.read(request, texts, blank_if_broken=True)
+        except BrokenImageError:
+            return None
+
+    def read(self, request: Request, texts: tuple[int, ...] | None = None, *, blank_if_broken: bool = False) -> Example:
+        """Load the request's image with all its texts, or with `texts`, using the request's random generator.
+
+        Args:
+            blank_if_broken: replace an image that is missing or cannot be read by a blank one, if its size is known.
+
+        Raises:
+            BrokenImageError: the image is missing or cannot be read; its cause names the file.
         """
         make_generator: GeneratorFactory = functools.partial(random_generator, self.seed, request.epoch)
         augmentation = self.loader.draw_augmentation(make_generator(request.texts[0]))
         sample = self.dataset.sample(request.texts if texts is None else texts)
-        images = [self.loader.load(image, augmentation) for image in sample.images]
+        images = [self.loader.load(image, augmentation, blank_if_broken=blank_if_broken) for image in sample.images]
         return Example(images, list(self.preprocessor(sample, images, make_generator)))

@@ -348,8 +348,12 @@ class ImageLoader:
         flip = bool(generator.random() < self.rules.flip_probability)
         return Augmentation(flip, self.rules.resize[int(generator.integers(len(self.rules.resize)))])
 
-    def load(self, image: SampleImage, augmentation: Augmentation) -> ImageExample:
+    def load(self, image: SampleImage, augmentation: Augmentation, *, blank_if_broken: bool = False) -> ImageExample:
         """Pixels (or saved features) of one image, with its candidate boxes.
+
+        Args:
+            blank_if_broken: an image that is missing or cannot be read has the mean colour everywhere, if its size is
+                known (official VL-BERT pre-training).
 
         Raises:
             BrokenImageError: the image is missing or cannot be read; the cause names the image and the path.
@@ -363,18 +367,29 @@ class ImageLoader:
         if found is not None and found.features is not None:
             example = self._precomputed(image, found, augmentation)
         else:
-            example = self._read(image, found, augmentation)
+            example = self._read(image, found, augmentation, blank_if_broken=blank_if_broken)
         return example.without_boxes() if self.rules.is_blank and self.rules.blank_boxes else example
 
-    def _read(self, image: SampleImage, found: CandidateBoxes | None, augmentation: Augmentation) -> ImageExample:
+    def _read(
+        self,
+        image: SampleImage,
+        found: CandidateBoxes | None,
+        augmentation: Augmentation,
+        *,
+        blank_if_broken: bool = False,
+    ) -> ImageExample:
         rules = self.rules
+        annotated_size = image.size if found is None or found.image_size is None else found.image_size
+        is_blank, name = rules.is_blank, image.id
         try:
             file = image.locate()
             content, name = (file.content, file.name) if isinstance(file, ImageBytes) else (file, str(file))
             pixels, size = load_resized(content, augmentation.resize, rules.channel_order, name)
         except (ValueError, OSError) as error:
-            raise BrokenImageError from error
-        annotated_size = image.size if found is None or found.image_size is None else found.image_size
+            if not blank_if_broken or annotated_size is None:
+                raise BrokenImageError from error
+            size, is_blank = tuple(annotated_size), True
+            pixels = np.zeros((*augmentation.resize.target_size(*size), 3), dtype=np.uint8)
         if annotated_size is not None and size != tuple(annotated_size):
             raise UserError(
                 f"{name}: image {image.id} is {size[1]} x {size[0]} pixels, but "
@@ -383,7 +398,7 @@ class ImageLoader:
         if augmentation.flip:
             pixels = np.ascontiguousarray(pixels[:, ::-1])
         image_transform = ImageTransform(size, pixels.shape[:2], augmentation.flip)
-        if rules.is_blank:
+        if is_blank:
             pixels = np.broadcast_to(np.array(MEAN_COLOUR[rules.channel_order], dtype=np.uint8), pixels.shape)
         example = ImageExample(pixels, image_transform, name)
         self._add_candidates(example, image, found)

@@ -169,8 +169,9 @@ class VCRConfig(Settings, frozen=True):
     ground_at: Literal["pieces", "word_number"] = "pieces"
     # question and choice together are truncated to this number of wordpieces, not counting [CLS] and [SEP]
     max_pieces: Annotated[int, Meta(ge=2)] = 64
-    # "longer" removes the last pieces of the longer text, see `truncate_answers` and `truncate_rationales`; "fronts"
-    # removes the first pieces of both the choice and the text before it, see `truncate_fronts`
+    # "longer" removes the last pieces of the longer text, see `truncate_answers` and `truncate_rationales`, but not of
+    # rationales without a label (official); "fronts" removes the first pieces of both the choice and the text before
+    # it, see `truncate_fronts`
     cut: Literal["longer", "fronts"] = "longer"
     # with "fronts": only the choice is truncated (a bug in the official VisualBERT code, which takes the length of a
     # pair for the length of the text before the choice)

@@ -46,7 +46,7 @@ OTHER_COLOURS = PALETTE[3:]  # for phrases: no green, blue or red
 
 @dataclasses.dataclass
 class ReferringTargets(Targets):
-    """The boxes that each expression refers to, in pixels of the resized image (scaled and flipped, not clamped)."""
+    """The boxes that each expression refers to, in pixels of the resized image (scaled, flipped and clamped)."""
 
     boxes: Float[np.ndarray, "K 4"] | Ragged | None = ragged()
 
@@ -70,7 +70,7 @@ class ReferringPreprocessor(Preprocessor):
             record["candidate_ann_ids"] = list(image.box_ids)
         targets = ReferringTargets()
         if isinstance(text.truth, ReferredBoxes):
-            targets.boxes = image.image_transform.transform_boxes(np.array(text.truth.boxes)).astype(np.float32)
+            targets.boxes = image.image_transform.transform_referred_boxes(np.array(text.truth.boxes))
         yield TextExample(encoding, text.image_index, record, targets)
 
 

@@ -458,7 +458,7 @@ class VCRPreprocessor(Preprocessor):
             front.append([] if config.blank_question else encode(sentence, names, num_words))
             num_words += len(sentence_words(sentence, names, config.join_word))
         choices = [encode(*named) for named in zip(text.choices, in_choices, strict=True)]
-        if config.cut == "longer":
+        if config.cut == "longer" and not _is_unlabelled_rationale(text):
             cut = truncate_answers if len(front) == 1 else truncate_rationales
             cut(*front, choices, limit)
         query = [piece for sentence in front for piece in sentence]
@@ -469,6 +469,14 @@ class VCRPreprocessor(Preprocessor):
         lost = [truncate_fronts(len(query), len(choice), limit) for choice in choices]
         cut_queries = [query[number:] for number, _ in lost]
         return cut_queries, [choice[number:] for choice, (_, number) in zip(choices, lost, strict=True)]
+
+
+def _is_unlabelled_rationale(text: ChoiceText) -> bool:
+    """Whether rationales for a given answer are predicted without a label.
+
+    The official VL-BERT code truncates their texts in training and validation, but not in its test mode.
+    """
+    return text.metadata.get("conditioned_on") is not None and text.metadata["label"] is None
 
 
 class VCRTask(Task):

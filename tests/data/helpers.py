@@ -86,7 +86,7 @@ def examples(
     reader: BoxReader | None = None,
     *,
     seed: int = 0,
-    skip_broken: bool = False,
+    skip_broken: bool | str = False,
     **rules,
 ) -> ExampleDataset:
     """The examples of a data set: preprocessed by a task, or (given a tokenizer) every text as it is."""

@@ -30,6 +30,7 @@ from e2e_vl.data.batching import (
     random_generator,
     unpack,
 )
+from e2e_vl.data.image_loader import MEAN_COLOUR
 from e2e_vl.data.tables import TextGroups
 from e2e_vl.examples import DetectionObjects, Example, ImageExample, ImageTransform, Targets, TextExample, stacked
 from e2e_vl.text import TextEncoding
@@ -462,6 +463,35 @@ def test_the_replacement_looks_as_the_broken_image_would_have(tiny):
     data = broken(tiny, 1, skip_broken=True, **options)
     assert [data_look(data[Request(0, (0,), epoch)]) for epoch in range(8)] == looks
     assert len(set(looks)) > 2
+
+
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_a_broken_image_may_be_blank_and_keep_its_texts_and_boxes(tiny, caplog, is_missing):
+    """As in VL-BERT's official pre-training, if the size is known."""
+    options = {"resize": (DOUBLE,), "flip_probability": 1.0}
+    whole = examples(captions(tiny), tiny.tokenizer, **options)[Request(0, (0, 1))]
+    data = broken(tiny, 1, skip_broken="blank", **options)
+    if is_missing:
+        (tiny.images_root / "seven.png").unlink()
+    example = data[Request(0, (0, 1))]
+    assert [text.record["image_id"] for text in example.texts] == ["7", "7"]
+    np.testing.assert_array_equal(example.images[0].boxes, whole.images[0].boxes)
+    assert example.images[0].image_transform == whole.images[0].image_transform
+    assert example.images[0].pixels.shape == whole.images[0].pixels.shape
+    assert np.unique(example.images[0].pixels.reshape(-1, 3), axis=0).tolist() == [list(MEAN_COLOUR["BGR"])]
+    assert data.broken == {0} and "seven.png" in caplog.text and "A blank image is used instead" in caplog.text
+
+
+def test_the_next_image_is_used_where_the_size_of_a_broken_one_is_unknown(tiny, caplog):
+    dataset = captions(tiny)
+    sample = dataset.sample
+    dataset.sample = lambda texts: dataclasses.replace(
+        sample(texts), images=tuple(dataclasses.replace(image, size=None) for image in sample(texts).images)
+    )
+    data = examples(dataset, tiny.tokenizer, skip_broken="blank")
+    broken(tiny, 1)
+    assert data[Request(0, (0,))].texts[0].record["image_id"] != "7"
+    assert "The next image is used instead" in caplog.text
 
 
 def data_look(example) -> tuple[bool, float]:

@@ -267,7 +267,7 @@ def test_an_expression_and_its_box_in_resized_pixels(tokenizer, flipped):
     [text] = preprocess(ReferringTask(8).preprocessor(TextTokenizer(tokenizer)), sample, image)
     side = "right" if flipped else "left"
     assert tokens(text, tokenizer) == ["[CLS]", "red", "square", "on", "the", side, "[SEP]"]
-    x1, x2 = (200 - 1 - 60, 200 - 1 + 8) if flipped else (-8, 60)  # it is not clamped
+    x1, x2 = (200 - 1 - 60, 200 - 1) if flipped else (0, 60)  # clamped to the pixels, as in the official VL-BERT code
     np.testing.assert_array_equal(text.targets.boxes, [[x1, 40, x2, 80]])
     assert (text.record["flipped"], text.record["candidate_ann_ids"]) == (flipped, [100, 101])
     assert (text.record["text_index"], text.record["ann_id"], text.record["image_size"]) == (3, 9, [60, 100])

@@ -140,6 +140,19 @@ def test_cutting_rationales():
     assert (len(question), len(answer), len(rationales[0])) == (1, 3, 4)
 
 
+@pytest.mark.parametrize(
+    ("text", "has_labels", "is_cut"), [(2, True, True), (0, True, False), (2, False, False), (0, False, False)]
+)
+def test_rationales_without_a_label_are_not_cut(tiny, text, has_labels, is_cut):
+    """As in the official VL-BERT code, whose test mode does not truncate them. The right answer is answer 2."""
+    if not has_labels:
+        tiny.lines[0]["answer_label"] = tiny.lines[0]["rationale_label"] = None
+    preprocessor = VCRTask(8, VCRConfig(max_pieces=9)).preprocessor(TextTokenizer(tiny.tokenizer))
+    dataset = tiny.dataset(question="rationale", condition_on="each")
+    lengths = [len(one.encoding.input_ids) for one in preprocess(preprocessor, dataset.sample((text,)))]
+    assert (max(lengths) == 12) == is_cut
+
+
 def test_sentences_of_users_name_objects():
     assert parse_sentence("Why is [0, 2] near [1]'s hat ?", 3) == ["Why", "is", [0, 2], "near", [1], "'s", "hat", "?"]
     assert parse_sentence("[sic] 3", 0) == ["[sic]", "3"]
