@@ -2,18 +2,22 @@
 
     e2e-vl convert-annotations EXPORT --expressions expressions.csv --output own_data
 
-EXPORT is COCO JSON (CVAT, Label Studio), LabelMe's JSON files, YOLO's text files with data.yaml, classes.txt or
-obj.names, or a CSV file with the columns image, label, x, y, width, height. The photos are in OUTPUT/images, or in
---images. Expressions have the columns image, box (the id in COCO JSON, else the number in its file) and text. See
-docs/your_own_data.md. Writes OUTPUT/instances.json and OUTPUT/refs.json, and prints the command that trains on them.
+EXPORT is COCO JSON (CVAT, Label Studio, Roboflow), LabelMe's JSON files, Pascal VOC's XML files (LabelImg), YOLO's
+text files with data.yaml, classes.txt or obj.names, or a CSV file with the columns image, label, x, y, width, height.
+The photos are in OUTPUT/images, or in --images. Expressions have the columns image, box (the id in COCO JSON, else the
+number in its file) and text. See docs/your_own_data.md. Writes OUTPUT/instances.json, OUTPUT/refs.json and the page
+OUTPUT/boxes.html with the boxes drawn on the photos, and prints the command that trains on them.
 """
 
 from __future__ import annotations
 
+import logging
 import random
+import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from pycocotools import mask
@@ -21,7 +25,11 @@ from pycocotools import mask
 from detector.errors import UserError, user_path
 from detector.io import write_json
 from e2e_vl.cli.main import make_parser, print_errors
-from e2e_vl.data.annotation_tools import Photos, Row, read_boxes, read_rows
+from e2e_vl.data.annotation_tools import Photos, Remarks, Row, list_examples, read_boxes, read_rows
+
+logger = logging.getLogger(__name__)
+
+MIN_IOU = 0.5  # of the box that an expression states, and the annotated box that it means
 
 
 @print_errors
@@ -32,71 +40,185 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser.add_argument("--images", type=Path, help="folder of the photos (default: images in --output)")
     parser.add_argument("--expressions", type=Path, help="CSV or JSON file of expressions")
     parser.add_argument("--val", type=float, default=0.2, help="share of photos in the split val (default: 0.2)")
+    parser.add_argument("--skip-missing", action="store_true", help="leave out annotations of photos that are missing")
     args = parser.parse_args(argv)
+    if not 0 <= args.val <= 1:
+        raise UserError(f"--val {args.val} is not a share between 0 and 1.")
+    source = user_path(args.export)
     photos = Photos(user_path(args.images or args.output / "images"))
-    rows = [] if args.expressions is None else read_rows(user_path(args.expressions))
-    instances, refs = convert([*read_boxes(user_path(args.export), photos)], rows, photos, args.val)
-    for name, content in (("instances.json", instances), ("refs.json", refs)):
-        write_json(args.output / name, content)
+    files = {name: args.output / name for name in ("instances.json", "refs.json")}
+    remarks = Remarks(source)
+    ignored = [path for path in files.values() if path != source]  # of an earlier conversion in the same folder
+    boxes = read_boxes(source, photos, remarks, skip_missing=args.skip_missing, ignored=ignored)
+    rows = []
+    row_remarks = Remarks(source if args.expressions is None else user_path(args.expressions))
+    if args.expressions is not None:
+        rows = read_rows(row_remarks.source, row_remarks)
+    instances, refs = convert(boxes, rows, photos, args.val, row_remarks, skip_missing=args.skip_missing)
+    write_json(files["instances.json"], instances)
+    write_json(files["refs.json"], refs)
+    page = _write_page(args.output / "boxes.html", instances, refs, photos, [remarks, row_remarks])
     splits = Counter({ref["image_id"]: ref["split"] for ref in refs}.values())
-    classes, sentences = len(instances["categories"]), sum(len(ref["sentences"]) for ref in refs)
-    images = "" if args.images is None else f" data.files.images={photos.folder.absolute()}"
+    classes = len(instances["categories"])
     print(
         f"{len(instances['images'])} photos, {len(instances['annotations'])} boxes of {classes} categories, "
-        f"{sentences} expressions about {len(refs)} boxes in {dict(splits)} photos",
-        f"e2e-vl train --config configs/own_data/refcoco.yaml data.root={args.output}{images} "
-        f"detector.overrides.MODEL.ROI_HEADS.NUM_CLASSES={classes} 'data.eval_splits=[{', '.join(sorted(splits))}]'",
-        sep="\n",
+        f"{sum(len(ref['sentences']) for ref in refs)} expressions about {len(refs)} boxes in {dict(splits)} photos"
     )
+    words = ["e2e-vl", "train", "--config", "configs/own_data/refcoco.yaml", f"data.root={args.output}"]
+    if args.images is not None:
+        words.append(f"data.files.images={photos.folder.absolute()}")
+    words.append(f"detector.overrides.MODEL.ROI_HEADS.NUM_CLASSES={classes}")
+    words.append(f"data.eval_splits=[{', '.join(sorted(splits))}]")
+    print(shlex.join(words))
+    print(page)
     return 0
 
 
-def convert(boxes: Sequence[Row], rows: Sequence[Row], photos: Photos, val: float) -> tuple[dict, list[dict]]:
+def _write_page(path: Path, instances: dict, refs: list[dict], photos: Photos, all_remarks: Iterable[Remarks]) -> str:
+    """Write the page of boxes and log all notes; returns the sentence that names the page and the notes."""
+    from e2e_vl.run.annotation_page import write_annotation_page  # imports torch, which takes seconds
+
+    notes = {}
+    for remarks in all_remarks:
+        notes |= remarks.notes
+        for note, records in remarks.notes.items():
+            logger.warning("%s: %s (%d): %s.", remarks.source, note, len(records), list_examples(records))
+    write_annotation_page(path, instances, refs, photos.folder, notes)
+    counted = "; ".join(f"{note} ({len(records)})" for note, records in notes.items())
+    return f"Look at {path} before training" + (f": {counted}." if counted else ".")
+
+
+class _Text(NamedTuple):
+    """A text about an annotation; the text is None where only the split of its photo is stated."""
+
+    annotation: dict[str, Any]
+    text: str | None
+    split: str
+
+
+def convert(
+    boxes: Sequence[Row],
+    rows: Sequence[Row],
+    photos: Photos,
+    val: float,
+    remarks: Remarks | None = None,
+    *,
+    skip_missing: bool = False,
+) -> tuple[dict, list[dict]]:
     """The contents of an instances file and of a refs file.
 
     Args:
         boxes: see `read_boxes`; their texts are expressions too.
         rows: expressions about them.
         val: share of the photos in the split val, drawn at random; a split of a row goes first.
+        remarks: collects what is said about `rows`.
+        skip_missing: leave out expressions about photos that are not there; by default they are an error.
+
+    Raises:
+        UserError: expressions that mean no box, which are all listed, or photos with several splits.
     """
-    images, labels = {}, sorted({one.label for one in boxes})
-    for photo in sorted({one.image for one in boxes}):
-        width, height = photos.size(photo)
-        images[photo] = {"id": photo.rpartition(".")[0], "file_name": photo, "width": width, "height": height}
+    remarks = remarks or Remarks(photos.folder)
+    labels = sorted({box.label for box in boxes})
+    images = _make_images(sorted({box.image for box in boxes}), photos)
     annotations: dict[tuple, dict] = {}  # by photo, category and box, which a CSV file may repeat
-    found: dict[str, dict[str, dict]] = {photo: {} for photo in images}  # by photo and id in the export
+    boxes_of: dict[str, dict[str, dict]] = {photo: {} for photo in images}  # by photo and id in the export
     texts = []
-    for one in boxes:
-        image, (x, y, width, height) = images[one.image], one.box
-        x, y, right, bottom = max(x, 0), max(y, 0), min(x + width, image["width"]), min(y + height, image["height"])
-        box = [round(value, 2) for value in (x, y, right - x, bottom - y)]
-        ids = {"id": len(annotations) + 1, "image_id": image["id"], "category_id": labels.index(one.label) + 1}
-        new = {**ids, "bbox": box, "area": box[2] * box[3], "iscrowd": int(one.is_crowd)}
-        target = found[one.image][str(one.id)] = annotations.setdefault((one.image, one.label, *box), new)
-        texts.append((target, one.text, one.split))
+    for box in boxes:
+        x, y, width, height = box.box
+        annotation = {
+            "id": len(annotations) + 1,
+            "image_id": images[box.image]["id"],
+            "category_id": labels.index(box.label) + 1,
+            "bbox": [x, y, width, height],
+            "area": width * height,
+            "iscrowd": int(box.is_crowd),
+        }
+        annotation = annotations.setdefault((box.image, box.label, *box.box), annotation)
+        boxes_of[box.image][str(box.id)] = annotation
+        texts.append(_Text(annotation, box.text, box.split))
     for row in rows:
-        targets = found.get(photo := photos.find(row.image), {})
-        target = targets.get(str(row.box))
-        if isinstance(row.box, tuple) and targets:
-            own = np.array([one["bbox"] for one in targets.values()])
-            overlaps = mask.iou(np.array([row.box]), own, [0] * len(own))[0]
-            target = [*targets.values()][overlaps.argmax()] if overlaps.max() >= 0.5 else None
-        if target is None:
-            raise UserError(f"The expression '{row.text}': {photo} has no box {row.box}, but {', '.join(targets)}.")
-        texts.append((target, row.text, row.split))
-    if not any(text for _, text, _ in texts):  # the only box of a category in a photo is called by it
-        counts = Counter((one["image_id"], one["category_id"]) for one in annotations.values())
-        alone = [one for one in annotations.values() if counts[one["image_id"], one["category_id"]] == 1]
-        texts += [(one, labels[one["category_id"] - 1], "") for one in alone]
-    named = sorted({one["image_id"] for one, text, _ in texts if text})
-    chosen = random.Random(0).sample(named, round(val * len(named)))
-    splits = {name: "val" if name in chosen else "train" for name in named}
-    splits |= {one["image_id"]: split for one, _, split in texts if split}
-    refs: dict[int, dict] = {}
-    for number, (one, text, _) in enumerate((row for row in texts if row[1]), start=1):
-        ids = {"ref_id": one["id"], "ann_id": one["id"], "image_id": one["image_id"]}
-        ref = refs.setdefault(one["id"], {**ids, "split": splits[one["image_id"]], "sentences": []})
-        ref["sentences"].append({"sent_id": number, "sent": text.strip()})
+        annotation = _find_annotation(row, boxes_of, photos, remarks, skip_missing=skip_missing)
+        if annotation is not None:
+            texts.append(_Text(annotation, row.text, row.split))
+    remarks.raise_errors()
+    if not any(text.text for text in texts):  # the only box of a category in a photo is called by it
+        counts = Counter((row["image_id"], row["category_id"]) for row in annotations.values())
+        for annotation in annotations.values():
+            if counts[annotation["image_id"], annotation["category_id"]] == 1:
+                texts.append(_Text(annotation, labels[annotation["category_id"] - 1], ""))
+    splits = _choose_splits(texts, val)
     categories = [{"id": number, "name": name} for number, name in enumerate(labels, start=1)]
     content = {"images": [*images.values()], "annotations": [*annotations.values()], "categories": categories}
-    return content, [*refs.values()]
+    return content, _make_refs(texts, splits)
+
+
+def _make_images(names: Sequence[str], photos: Photos) -> dict[str, dict[str, Any]]:
+    """Photo -> its record; its id is the name without suffix, unless photos differ by the suffix only."""
+    stems = Counter(name.rpartition(".")[0] for name in names)
+    images = {}
+    for name in names:
+        stem = name.rpartition(".")[0]
+        width, height = photos.size(name)
+        image_id = stem if stems[stem] == 1 else name
+        images[name] = {"id": image_id, "file_name": name, "width": width, "height": height}
+    return images
+
+
+def _find_annotation(
+    row: Row, boxes_of: Mapping[str, Mapping[str, dict]], photos: Photos, remarks: Remarks, *, skip_missing: bool
+) -> dict | None:
+    """The annotation that an expression means; None if it means none, which goes to `remarks`."""
+    if row.text is None or row.box is None:
+        remarks.refuse("rows without an expression and a box", row.where)
+        return None
+    candidates = photos.candidates(row.image)
+    if not candidates and skip_missing:
+        remarks.note("expressions about missing photos are left out", row.where)
+        return None
+    if len(candidates) != 1:
+        how_many = len(candidates) or "no"
+        remedy = "correct the names" if candidates else "correct the names, or leave them out with --skip-missing"
+        remarks.refuse("photos that are not there or not unique", f"{row.where} ({how_many} {row.image})", remedy)
+        return None
+    boxes = boxes_of.get(candidates[0], {})
+    annotation = boxes.get(str(row.box))
+    if isinstance(row.box, tuple) and boxes:
+        annotated = list(boxes.values())
+        corners = np.array([box["bbox"] for box in annotated])
+        overlaps = mask.iou(np.array([row.box]), corners, [0] * len(corners))[0]
+        annotation = annotated[overlaps.argmax()] if overlaps.max() >= MIN_IOU else None
+    if annotation is None:
+        details = f"{row.where} '{row.text}' ({row.image} has no box {row.box}, but {', '.join(boxes) or 'none'})"
+        remarks.refuse("expressions about boxes that are not there", details)
+    return annotation
+
+
+def _choose_splits(texts: Sequence[_Text], val: float) -> dict[str, str]:
+    """Image id -> split: as stated, else val for a share of the images with expressions, else train."""
+    with_text = sorted({text.annotation["image_id"] for text in texts if text.text})
+    drawn = set(random.Random(0).sample(with_text, round(val * len(with_text))))
+    splits = {image_id: "val" if image_id in drawn else "train" for image_id in with_text}
+    stated: dict[str, set[str]] = {}
+    for text in texts:
+        if text.split:
+            stated.setdefault(text.annotation["image_id"], set()).add(text.split)
+    several = [f"{image_id} ({', '.join(sorted(names))})" for image_id, names in stated.items() if len(names) > 1]
+    if several:
+        raise UserError(f"Photos have several splits ({len(several)}): {list_examples(several)}; give each one split.")
+    return splits | {image_id: names.pop() for image_id, names in stated.items()}
+
+
+def _make_refs(texts: Iterable[_Text], splits: Mapping[str, str]) -> list[dict]:
+    refs: dict[int, dict] = {}
+    expressions = [text for text in texts if text.text]
+    for number, (annotation, text, _) in enumerate(expressions, start=1):
+        ref = {
+            "ref_id": annotation["id"],
+            "ann_id": annotation["id"],
+            "image_id": annotation["image_id"],
+            "split": splits[annotation["image_id"]],
+            "sentences": [],
+        }
+        ref = refs.setdefault(annotation["id"], ref)
+        ref["sentences"].append({"sent_id": number, "sent": text})
+    return list(refs.values())

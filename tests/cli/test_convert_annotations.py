@@ -67,9 +67,21 @@ def yolo(name: str, *, polygons: bool = False) -> str:
     return "\n".join(lines) + "\n"
 
 
+def voc(name: str, size: tuple[int, int] = (0, 0)) -> str:
+    """As LabelImg writes it: the corners as drawn; a size of 0 is not known."""
+    objects = "".join(
+        f"<object><name>{label}</name><bndbox><xmin>{x}</xmin><ymin>{y}</ymin><xmax>{x + w}</xmax>"
+        f"<ymax>{y + h}</ymax></bndbox></object>"
+        for label, x, y, w, h in BOXES[name]
+    )
+    sides = "<size><width>{}</width><height>{}</height><depth>3</depth></size>".format(*size)
+    source = "<source><database>Unknown</database></source>"
+    return f"<annotation><filename>{name}</filename>{source}{sides}{objects}</annotation>"
+
+
 HEADERS = "filename,width,height,class,xmin,ymin,xmax,ymax\n"
 STUDIO = {"a.jpg": "images\\1/90fbb0c7-a.jpg", "b.jpg": "../../label-studio/media/upload/1/0b618f6a-b.jpg"}
-EXPORTS: dict[str, dict[str, str]] = {  # files of the export
+EXPORTS: dict[str, dict[str, str | bytes]] = {  # files of the export
     "CVAT": {"annotations/instances_default.json": coco({"a.jpg": "set/a.jpg", "b.jpg": "b.jpg"}, 1)},
     "Label Studio": {"result.json": coco(STUDIO, 0)},
     "LabelMe": {"a.json": labelme("a.jpg"), "b.json": labelme("b.jpg")},
@@ -91,7 +103,36 @@ EXPORTS: dict[str, dict[str, str]] = {  # files of the export
     },
     "CSV of corners": {
         "boxes.csv": HEADERS
-        + "".join(f"{name},100,80,{label},{x},{y},{x + w},{y + h}\n" for name, _, label, x, y, w, h in ROWS)
+        + "".join(
+            f"{name},{SIZES[name][0]},{SIZES[name][1]},{label},{x},{y},{x + w},{y + h}\n"
+            for name, _, label, x, y, w, h in ROWS
+        )
+    },
+    "CSV of a German Excel": {
+        "boxes.CSV": (
+            "sep=;\r\nImage;LABEL;xMin;yMin;xMax;yMax;\r\n"
+            + "".join(f"{name};{label};{x},0;{y};{x + w},0;{y + h};\r\n" for name, _, label, x, y, w, h in ROWS)
+            + ";;;;;;\r\n"
+        ).encode("utf-16")
+    },
+    "CSV of makesense": {
+        "labels.csv": "label_name,bbox_x,bbox_y,bbox_width,bbox_height,image_name,image_width,image_height\n"
+        + "".join(
+            f"{label},{x},{y},{w},{h},{name},{SIZES[name][0]},{SIZES[name][1]}\n" for name, _, label, x, y, w, h in ROWS
+        )
+    },
+    "Pascal VOC": {"a.xml": voc("a.jpg"), "sub/b.XML": voc("b.jpg", SIZES["b.jpg"]), "sub/._b.xml": "\0"},
+    "YOLO of LabelImg": {
+        "one/classes.txt": "mug\npen\n",
+        "one/a.txt": yolo("a.jpg"),
+        "two/classes.txt": "pen\nmug\n",
+        "two/b.txt": "\ufeff1" + yolo("b.jpg")[1:] + "\n",
+        "README.txt": "https://example.org\n",
+    },
+    "YOLO with keypoints and scores": {
+        "a.yml": "kpt_shape: [2, 3]\nnames: ['mug', 'pen']\n",
+        "labels/a.txt": yolo("a.jpg").replace("\n", " .1 .2 2 .3 .4 0\n"),
+        "labels/b.txt": yolo("b.jpg").replace("\n", " 0.87\n"),
     },
 }
 
@@ -105,8 +146,8 @@ def write_export(folder: Path, kind: str) -> Path:
     for name, content in EXPORTS[kind].items():
         path = folder / "export" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content, encoding="utf-8")
-    return path if path.suffix == ".csv" else folder / "export"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path if path.suffix.lower() == ".csv" else folder / "export"
 
 
 def converted(export: Path, photos: Path, *words: object) -> tuple[CocoInstances, dict[tuple[int, str], str]]:
@@ -159,22 +200,217 @@ def test_expressions_come_from_an_attribute_in_cvat_and_boxes_are_clipped(tmp_pa
     assert instances.images[1].objects[1].box == (90, 5, 100, 15)
 
 
-@pytest.mark.parametrize(
-    ("change", "parts"),
-    [
-        (lambda e, p: (p / "b.jpg").unlink(), ["no photos have the name", "b.jpg"]),
-        (lambda e, p: (p / "other").mkdir() or (p / "other" / "a.jpg").touch(), ["2 photos have the name", "a.jpg"]),
-        (lambda e, p: Image.new("RGB", (100, 80)).save(p / "b.jpg"), ["b.jpg", "(80, 100)", "(100, 80)"]),
-        (lambda e, p: e.write_text(e.read_text().replace('"image_id": 1', '"image_id": 7')), ["annotation 2"]),
-        (lambda e, p: e.write_text('[{"id": 1, "annotations": []}]'), ["no JSON of COCO or LabelMe", "classes.txt"]),
-        (lambda e, p: p.with_name("t.csv").write_text("image,box,text\na.jpg,7,the cup\n"), ["the cup", "7", "0, 1"]),
-        (lambda e, p: p.with_name("t.csv").write_text("image,x,text\na.jpg,far,the cup\n"), ["t.csv", "far"]),
-    ],
-)
-def test_what_does_not_fit_is_one_sentence(tmp_path, photos, capsys, change, parts):
-    export, texts = write_export(tmp_path, "Label Studio") / "result.json", photos.with_name("t.csv")
-    change(export, photos)
-    more = ["--expressions", texts] if texts.exists() else []
-    message = refused(["convert-annotations", export, "--output", photos.parent, *more], capsys)
+BOX = "image,label,x,y,width,height,text\na.jpg,mug,10,20,30,40,the mug\n"
+NAMES = {"classes.txt": "mug\npen\n"}
+LABEL = {"label": "mug", "points": [[1, 2], [30, 40]], "shape_type": "rectangle"}
+
+
+def coco_of(*annotations: dict, size: tuple[int, int] = (100, 80), name: str = "a.jpg") -> dict[str, str]:
+    """COCO JSON of one photo."""
+    base = {"image_id": 1, "category_id": 1, "bbox": [10, 20, 30, 40]}
+    content = {
+        "images": [{"id": 1, "file_name": name, "width": size[0], "height": size[1]}],
+        "annotations": [base | {"id": number} | row for number, row in enumerate(annotations, start=5)],
+        "categories": [{"id": 0, "name": "mug", "supercategory": "none"}, {"id": 1, "name": "mug"}],  # Roboflow's root
+    }
+    return {"x.json": json.dumps(content)}
+
+
+def labelme_of(*shapes: dict, **fields: object) -> dict[str, str]:
+    return {"a.json": json.dumps({"imagePath": "a.jpg", "shapes": [LABEL | shape for shape in shapes]} | fields)}
+
+
+def convert_files(tmp_path: Path, photos: Path, files: dict, *words: str) -> tuple[int, list[list[float]]]:
+    """Exit status, and the boxes."""
+    for name, content in files.items():
+        path = tmp_path / "export" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    export = path if len(files) == 1 and path.suffix in (".csv", ".xlsx") else tmp_path / "export"
+    status = tool.main([str(export), "--output", str(photos.parent), *words])
+    content = json.loads((photos.parent / "instances.json").read_text()) if status == 0 else {"annotations": []}
+    return status, [row["bbox"] for row in content["annotations"]]
+
+
+REFUSED = {  # what is wrong -> files of the export, parts of the message
+    "no area": ({"b.csv": BOX + "a.jpg,mug,1,2,0,4,x\na.jpg,mug,1,2,3,-4,x\n"}, ["(2): line 3", "line 4"]),
+    "outside": ({"b.csv": BOX + "a.jpg,mug,120,2,30,40,x\n"}, ["outside", "line 3", "100 x 80"]),
+    "no number": ({"b.csv": BOX + "a.jpg,mug,far,2,30,40,x\na.jpg,mug,,2,30,4,\n"}, ["line 3", "line 4 (x is missing"]),
+    "not finite": ({"b.csv": BOX + "a.jpg,mug,inf,2,30,40,x\n"}, ["line 3"]),
+    "no label": ({"b.csv": BOX + "a.jpg,,1,2,30,40,x\n,mug,1,2,3,4,x\n"}, ["line 3, line 4"]),
+    "comma": ({"b.csv": BOX + "a.jpg,mug,1,2,30,40,the mug, not the pen\n"}, ["line 3", "quotes"]),
+    "quote": ({"b.csv": BOX + 'a.jpg,mug,1,2,3,4,"x\na.jpg,mug,1,2,3,4,"x"\n'}, ["line 3", "quote"]),
+    "quote to the end": ({"b.csv": BOX + 'a.jpg,mug,1,2,3,4,"x\na.jpg,mug,1,2,3,4,x\n'}, ["line 3", "quote"]),
+    "quote over rows": ({"b.csv": BOX + 'a.jpg,mug,1,2,3,4,"x\na.jpg,mug,1,2,3,4,x"\n'}, ["line 3", "quote"]),
+    "no header": ({"b.csv": "a.jpg,mug,1,2,30,40\n"}, ["first line", "a.jpg, mug"]),
+    "header twice": ({"b.csv": "image,label,x,x,y,width,height\n"}, ["x twice"]),
+    "VIA": ({"b.csv": "filename,region_shape_attributes\n"}, ["COCO"]),
+    "empty": ({"b.csv": "image,label,x,y,width,height\n"}, ["no boxes"]),
+    "normalised": ({"b.csv": BOX.splitlines()[0] + "\na.jpg,mug,.1,.2,.3,.4,x\n"}, ["normalised"]),
+    "corners": (coco_of({"bbox": [60, 50, 90, 75]}, {"bbox": [10, 20, 90, 70]}), ["xmin"]),
+    "splits": (
+        {"b.csv": "image,label,x,y,w,h,split\na.jpg,mug,1,2,3,4,val\na.jpg,mug,1,2,3,5,train\n"},
+        ["train, val"],
+    ),
+    "workbook": ({"b.xlsx": "x"}, ["CSV"]),
+    "class -1": (
+        NAMES | {"a.txt": "0 .5 .5 .2 .2\n-1 .5 .5 .2 .2\n2 .5 .5 .2 .2\n"},
+        ["a.txt, line 2 (class -1)", "line 3"],
+    ),
+    "class name": (NAMES | {"a.txt": "mug .5 .5 .2 .2\n"}, ["a.txt, line 1", "numbers"]),
+    "pixels": (NAMES | {"a.txt": "0 50 40 20 20\n"}, ["shares", "line 1"]),
+    "no width": (NAMES | {"a.txt": "0 .5 .5 0 .2\n0 .5 .5 .2 -.2\n"}, ["line 1", "line 2"]),
+    "short line": (NAMES | {"a.txt": "0 .5 .5 .2 .2\n0 .5 .5 .2\n0 .1 .2 .3 .4 .5 .6 .7\n"}, ["line 2", "line 3"]),
+    "DOTA": (NAMES | {"a.txt": "1 1 9 1 9 9 1 9 plane 0\n"}, ["OBB"]),
+    "two lists": (NAMES | {"data.yaml": "names: [pen, mug]", "a.txt": "0 .5 .5 .2 .2\n"}, ["data.yaml", "classes.txt"]),
+    "yes": ({"data.yaml": "names: {0: no, 1: yes}", "a.txt": "0 .5 .5 .2 .2\n"}, ["quotes"]),
+    "names": ({"data.yaml": "names: mug", "a.txt": "0 .5 .5 .2 .2\n"}, ["data.yaml"]),
+    "no points": (labelme_of({"points": []}, {"points": None}), ["a.json, shape 1", "shape 2"]),
+    "one point": (labelme_of({"points": [[1, 2]]}), ["a.json, shape 1"]),
+    "ellipse": (labelme_of({"shape_type": "ellipse"}), ["shape 1 (ellipse)"]),
+    "another size": (labelme_of({}, imageWidth=50, imageHeight=40), ["a.jpg", "50 x 40", "100 x 80"]),
+    "no bbox": (
+        coco_of({"bbox": None, "segmentation": {"counts": "x"}}, {"bbox": [1, 2]}),
+        ["annotation 5", "annotation 6"],
+    ),
+    "no category": (coco_of({"category_id": 9}, {"image_id": 8}), ["annotation 5", "category_id 9", "image_id 8"]),
+    "name in two photos": (NAMES | {"c.txt": "0 .5 .5 .2 .2\n"}, ["c.jpg", "c.png"]),
+    "no bndbox": ({"a.xml": "<annotation><object><name>mug</name></object></annotation>"}, ["a.xml, object 1"]),
+    "no XML": ({"a.xml": "<annotation>"}, ["a.xml"]),
+    "CVAT": ({"a.xml": "<annotations><image/></annotations>"}, ["CVAT", "COCO 1.0"]),
+    "Label Studio": ({"p.json": '[{"data": {}, "annotations": []}]'}, ["Label Studio", "COCO"]),
+    "VIA's project": ({"p.json": '{"a.jpg1": {"filename": "a.jpg", "regions": []}}'}, ["VIA", "COCO"]),
+    "Supervisely": ({"meta.json": '{"classes": [], "tags": []}'}, ["Supervisely", "COCO"]),
+    "TFRecord": ({"x.tfrecord": "x", "label_map.pbtxt": ""}, ["TFRecord", "COCO"]),
+    "nothing": ({"notes.md": "x"}, ["no JSON of COCO or LabelMe", "classes.txt"]),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_has_no_meaning_is_refused_with_its_places(tmp_path, photos, capsys, kind):
+    for name in ("c.jpg", "c.png"):
+        Image.new("RGB", (100, 80)).save(photos / name)
+    files, parts = REFUSED[kind]
+    assert convert_files(tmp_path, photos, files)[0] == 2
+    message = capsys.readouterr().err
     assert all(part in message for part in parts), message
     assert not (photos.parent / "instances.json").exists()
+
+
+READ = {  # what is odd -> files of the export, the boxes of a.jpg, part of what is said about it
+    "rotated": (coco_of({"bbox": [40, 10, 20, 60], "attributes": {"rotation": 90.0}}), [[20, 30, 60, 20]], "rotated"),
+    "not rotated": (coco_of({"attributes": None}, {"attributes": [], "id": 5.0}), [[10, 20, 30, 40]], ""),
+    "polygon": (coco_of({"bbox": [], "segmentation": [[1, 2, 30, 2, 30, 40]]}), [[1, 2, 29, 38]], ""),
+    "clipped": (coco_of({"bbox": [90, 70, 20, 20]}), [[90, 70, 10, 10]], "clipped to their photos (1)"),
+    "no size": (labelme_of({}, imageWidth=None), [[1, 2, 29, 38]], ""),
+    "circle": (labelme_of({"shape_type": "circle", "points": [[50, 40], [50, 50]]}), [[40, 30, 20, 20]], ""),
+    "point": (labelme_of({}, {"shape_type": "point", "points": [[1, 2]]}), [[1, 2, 29, 38]], "points and lines"),
+    "renamed": (labelme_of({}, imagePath="old.jpg"), [[1, 2, 29, 38]], "renamed"),
+    "two formats": (labelme_of({}) | {"a.xml": voc("a.jpg")}, [[1, 2, 29, 38]], "Pascal VOC"),
+    "blank text": ({"b.csv": BOX.replace("the mug", "  ")}, [[10, 20, 30, 40]], ""),
+    "tabs": ({"b.csv": BOX.replace(",", "\t")}, [[10, 20, 30, 40]], ""),
+    "Windows-1252": ({"b.csv": BOX.replace("the mug", "caf\xe9").encode("cp1252")}, [[10, 20, 30, 40]], ""),
+    "left and top": ({"b.csv": "path,class,left,top,w,h\nA.JPG,mug,1,2,3,4\n"}, [[1, 2, 3, 4]], ""),
+    "OBB": (NAMES | {"a.txt": "0 .5 .1 .9 .5 .5 .9 .1 .5 .97\n"}, [[10, 8, 80, 64]], ""),
+    "of the VOC data set": (
+        {"a.xml": voc("a.jpg").replace("Unknown", "The VOC2007 Database")},
+        [[9, 19, 31, 41], [49, 4, 21, 11]],
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_what_has_one_meaning_is_read_and_said(tmp_path, photos, capsys, kind):
+    files, boxes, part = READ[kind]
+    assert convert_files(tmp_path, photos, files) == (0, boxes)
+    last_line = capsys.readouterr().out.splitlines()[-1]
+    assert part in last_line and str(photos.parent / "boxes.html") in last_line
+
+
+# the raster of b.jpg has 100 x 80 pixels; (10, 20, 30, 40) there is (20, 10, 40, 30) upright
+@pytest.mark.parametrize(
+    ("size", "box", "upright", "part"),
+    [
+        ((80, 100), [10, 20, 30, 40], [10, 20, 30, 40], "."),
+        ((100, 80), [10, 20, 30, 40], [20, 10, 40, 30], "turned upright (EXIF) (1)"),
+        ((100, 80), [60, 20, 30, 40], [20, 60, 40, 30], "turned upright (EXIF) (1)"),
+        ((100, 80), [10, 50, 30, 45], [10, 50, 30, 45], "swapped sides in the export (1)"),  # it only fits upright
+    ],
+)
+def test_a_photo_with_exif_is_taken_as_it_was_annotated(tmp_path, photos, capsys, size, box, upright, part):
+    files = coco_of({"bbox": box}, size=size, name="b.jpg")
+    assert convert_files(tmp_path, photos, files) == (0, [upright])
+    assert part in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_missing_photos_are_all_named_or_left_out(tmp_path, photos, capsys):
+    rows = BOX + "".join(f"{number}.jpg,mug,1,2,3,4,x\n" for number in range(14))
+    assert convert_files(tmp_path, photos, {"b.csv": rows})[0] == 2
+    message = capsys.readouterr().err
+    assert "(14): 0.jpg, 1.jpg" in message and "11.jpg and 2 more" in message and "--skip-missing" in message
+    assert convert_files(tmp_path, photos, {"b.csv": rows}, "--skip-missing") == (0, [[10, 20, 30, 40]])
+    assert "missing photos are left out (14)" in capsys.readouterr().out
+    assert convert_files(tmp_path, photos, {"b.csv": rows.replace("a.jpg", "z.jpg")}, "--skip-missing")[0] == 2
+
+
+def test_folders_give_splits_if_there_are_train_and_val(tmp_path, photos):
+    """As Roboflow writes them, where photos of equal names may lie in different folders."""
+    files = {}
+    for folder in ("train", "valid", "test"):
+        (photos / folder).mkdir()
+        Image.new("RGB", (100, 80)).save(photos / folder / "p.jpg")
+        files[f"{folder}/a.xml"] = voc("a.jpg").replace("a.jpg", "p.jpg")
+    assert convert_files(tmp_path, photos, files)[0] == 0
+    refs = json.loads((photos.parent / "refs.json").read_text())
+    assert {ref["image_id"]: ref["split"] for ref in refs} == {"train/p": "train", "valid/p": "val", "test/p": "test"}
+    (tmp_path / "export" / "valid" / "a.xml").unlink()
+    assert convert_files(tmp_path, photos, {"train/a.xml": files["train/a.xml"]}, "--val", "0")[0] == 0
+    refs = json.loads((photos.parent / "refs.json").read_text())
+    assert {ref["split"] for ref in refs} == {"train"}
+
+
+def test_photos_that_differ_by_the_suffix_have_different_ids(tmp_path, photos):
+    Image.new("RGB", (100, 80)).save(photos / "b.png")
+    rows = BOX + "b.jpg,mug,1,2,3,4,\nb.png,mug,1,2,3,4,\n"
+    assert convert_files(tmp_path, photos, {"b.csv": rows})[0] == 0
+    assert [image.id for image in CocoInstances(photos.parent / "instances.json").images] == ["b.jpg", "b.png", "set/a"]
+
+
+def test_an_earlier_conversion_is_no_part_of_the_export(photos):
+    export = photos.parent
+    (export / "classes.txt").write_text("mug\n")
+    for text, box in (("0 .5 .5 .2 .2", [40, 32, 20, 16]), ("0 .5 .5 .4 .4", [30, 24, 40, 32])):
+        (export / "a.txt").write_text(text)
+        assert tool.main([str(export), "--output", str(export)]) == 0
+        assert json.loads((export / "instances.json").read_text())["annotations"][0]["bbox"] == box
+
+
+def test_the_page_shows_the_boxes_and_what_was_changed(tmp_path, photos):
+    (photos / "set" / "a.jpg").write_bytes((photos / "set" / "a.jpg").read_bytes()[:-100])  # its header can be read
+    rows = BOX + "b.jpg,mug,70,2,30,4,<b>\n"
+    assert convert_files(tmp_path, photos, {"b.csv": rows})[0] == 0
+    page = (photos.parent / "boxes.html").read_text(encoding="utf-8")
+    assert page.count("data:image/jpeg;base64") == 1 and "No picture" in page
+    assert "boxes were clipped to their photos (1)" in page and "“&lt;b&gt;”" in page
+
+
+WRONG_EXPRESSIONS = [
+    ("image,box,text\na.jpg,7,the cup\na.jpg,8.0,pen\n", ["line 2", "the cup", "7", "0, 1", "line 3", "box 8"]),
+    ("image,x,text\na.jpg,far,the cup\n", ["t.csv", "line 2", "far"]),
+    ("image,box,text\nz.jpg,0,the cup\na.jpg,0, \n", ["line 2", "z.jpg", "line 3"]),
+]
+
+
+@pytest.mark.parametrize(("text", "parts"), WRONG_EXPRESSIONS)
+def test_expressions_that_mean_no_box_are_refused(tmp_path, photos, capsys, text, parts):
+    export, texts = write_export(tmp_path, "Label Studio"), tmp_path / "t.csv"
+    texts.write_text(text)
+    assert tool.main([str(export), "--output", str(photos.parent), "--expressions", str(texts)]) == 2
+    message = capsys.readouterr().err
+    assert all(part in message for part in parts), message
+
+
+def test_a_share_of_val_is_a_share(tmp_path, photos, capsys):
+    assert "--val" in refused(["convert-annotations", tmp_path, "--output", photos.parent, "--val", "20"], capsys)
+    assert "no such folder" in refused(["convert-annotations", tmp_path, "--output", tmp_path], capsys)

@@ -1,0 +1,127 @@
+"""COCO JSON as annotation tools export it: CVAT, Label Studio, Roboflow, coco-annotator, VIA."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from detector.errors import UserError
+from detector.io import read_json
+from e2e_vl.data.annotation_tools.files import relative_name
+from e2e_vl.data.annotation_tools.records import (
+    Annotation,
+    Remarks,
+    enclosing_corners,
+    list_examples,
+    split_of_folders,
+    split_of_path,
+)
+from e2e_vl.io import FourNumbers, Name, Record
+
+_AnyId = int | float | str
+
+
+class _Image(Record):
+    id: _AnyId
+    file_name: Name
+    width: float | None = None
+    height: float | None = None
+
+
+class _Annotation(Record):
+    image_id: _AnyId
+    category_id: _AnyId
+    id: _AnyId | None = None
+    bbox: list[float] | None = None  # x, y, width, height
+    segmentation: Any = None
+    iscrowd: int | bool | None = None
+    attributes: Any = None  # CVAT's, as an object; other tools write null or a list
+
+
+class _Category(Record):
+    id: _AnyId
+    name: str
+
+
+class _CocoFile(Record):
+    images: list[_Image]
+    annotations: list[_Annotation]
+    categories: list[_Category]
+
+
+def read_coco(path: Path, source: Path, remarks: Remarks) -> Iterator[Annotation]:
+    """The boxes of a file. Categories without boxes are left out, such as the first one of Roboflow's files."""
+    content = read_json(path, _CocoFile)
+    file_name = relative_name(path, source)
+    _require_unique([image.id for image in content.images], f"{path}: image")
+    _require_unique([category.id for category in content.categories], f"{path}: category")
+    images = {_key(image.id): image for image in content.images}
+    labels = {_key(category.id): category.name for category in content.categories}
+    for number, row in enumerate(content.annotations, start=1):
+        id_ = number if row.id is None else _key(row.id)
+        where = f"annotation {id_}" if source.is_file() else f"{file_name}, annotation {id_}"
+        image = images.get(_key(row.image_id))
+        label = labels.get(_key(row.category_id))
+        if image is None or label is None:
+            missing = f"image_id {row.image_id}" if image is None else f"category_id {row.category_id}"
+            remarks.refuse("annotations whose image or category the file does not list", f"{where} ({missing})")
+            continue
+        corners = _corners(row)
+        if corners is None:
+            remarks.refuse("annotations without a bbox of four numbers", where)
+            continue
+        attributes = row.attributes if isinstance(row.attributes, dict) else {}
+        rotation = attributes.get("rotation")
+        if isinstance(rotation, int | float) and rotation % 180:
+            corners = _around_rotated(corners, rotation)
+            remarks.note("rotated boxes became the upright boxes around them", where)
+        text = attributes.get("expression")
+        yield Annotation(
+            where,
+            image.file_name,
+            label,
+            corners,
+            id=id_,
+            image_size=(round(image.width), round(image.height)) if image.width and image.height else None,
+            text=text if isinstance(text, str) else None,
+            folder_split=split_of_path(file_name) or split_of_folders(image.file_name),
+            is_crowd=bool(row.iscrowd),
+        )
+
+
+def _corners(row: _Annotation) -> FourNumbers | None:
+    """x1, y1, x2, y2 of the bbox, or of the box around the polygons where there is no bbox."""
+    if row.bbox and len(row.bbox) == 4:
+        x, y, width, height = row.bbox
+        return x, y, x + width, y + height
+    if row.bbox or not isinstance(row.segmentation, list):
+        return None
+    numbers = [number for polygon in row.segmentation if isinstance(polygon, list) for number in polygon]
+    if len(numbers) < 6 or len(numbers) % 2 or not all(isinstance(number, int | float) for number in numbers):
+        return None
+    return enclosing_corners(np.array(numbers, dtype=np.float64).reshape(-1, 2))
+
+
+def _around_rotated(corners: FourNumbers, degrees: float) -> FourNumbers:
+    """The corners of the upright box around a box that is rotated about its centre, as CVAT exports it."""
+    x1, y1, x2, y2 = corners
+    centre = np.array([x1 + x2, y1 + y2]) / 2
+    half_width, half_height = (x2 - x1) / 2, (y2 - y1) / 2
+    cosine, sine = abs(np.cos(np.radians(degrees))), abs(np.sin(np.radians(degrees)))
+    half_size = np.array([half_width * cosine + half_height * sine, half_width * sine + half_height * cosine])
+    return enclosing_corners(np.stack([centre - half_size, centre + half_size]))
+
+
+def _key(value: _AnyId) -> str:
+    """An id that is equal for 7, 7.0 and "7"."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def _require_unique(ids: Sequence[_AnyId], what: str) -> None:
+    repeated = [id_ for id_, count in Counter(map(_key, ids)).items() if count > 1]
+    if repeated:
+        raise UserError(f"{what} ids occur several times: {list_examples(repeated)}; export again, or give new ids.")

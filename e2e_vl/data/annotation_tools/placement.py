@@ -1,0 +1,144 @@
+"""Put annotations into their photos: find the photo, undo the EXIF rotation, scale, clip, and check every box."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from detector.errors import UserError
+from e2e_vl.data.annotation_tools.photos import Photo, Photos
+from e2e_vl.data.annotation_tools.records import Annotation, Remarks, Row
+from e2e_vl.data.box_checks import check_file_boxes, look_like_corners, reach_outside, require_pixels
+from e2e_vl.io import FourNumbers
+
+_SHARE_OF_CORNERS = 0.25  # of boxes that reach outside their photos, from which on they are taken for corners
+
+
+def place(annotations: Sequence[Annotation], photos: Photos, remarks: Remarks, *, skip_missing: bool) -> list[Row]:
+    """The boxes in pixels of the upright photos, clipped to them; those that cannot be kept go to `remarks`."""
+    photo_of = _find_photos(annotations, photos, remarks, skip_missing=skip_missing)
+    annotations = [annotation for annotation in annotations if _name(annotation) in photo_of]
+    if not annotations:
+        return []
+    corners = np.array([annotation.corners for annotation in annotations], dtype=np.float64)
+    in_pixels = np.array([not annotation.in_shares for annotation in annotations])
+    if in_pixels.any():
+        require_pixels(corners[in_pixels], str(remarks.source))
+    rows_of: dict[tuple[Photo, tuple[int, int] | None], list[int]] = {}
+    for row, annotation in enumerate(annotations):
+        rows_of.setdefault((photo_of[_name(annotation)], annotation.image_size), []).append(row)
+    for (photo, annotated_size), rows in rows_of.items():
+        corners[rows] = _in_upright_photo(photo, annotated_size, corners[rows], remarks)
+    sizes = np.array([photo_of[_name(annotation)].size for annotation in annotations])
+    corners[~in_pixels] *= np.tile(sizes[~in_pixels], 2)
+    if in_pixels.any() and not remarks.errors:
+        names = [annotation.image for annotation in annotations if not annotation.in_shares]
+        _check_convention(corners[in_pixels], sizes[in_pixels], names, str(remarks.source))
+    keeps_folder_splits = {"train", "val"} <= {annotation.folder_split for annotation in annotations}
+    rows = []
+    for annotation, box, size in zip(annotations, corners, sizes, strict=True):
+        row = Row(
+            image=photo_of[_name(annotation)].name,
+            label=annotation.label.strip(),
+            box=_clip(annotation.where, box, size, remarks),
+            text=(annotation.text or "").strip() or None,
+            split=annotation.split or (annotation.folder_split if keeps_folder_splits else ""),
+            id=annotation.id,
+            is_crowd=annotation.is_crowd,
+            where=annotation.where,
+        )
+        if not row.label:
+            remarks.refuse("boxes without a label", row.where)
+        rows.append(row)
+    return rows
+
+
+def _name(annotation: Annotation) -> tuple[str, str]:
+    """What a file says about the name of its photo."""
+    return annotation.image, annotation.other_name
+
+
+def _find_photos(
+    annotations: Sequence[Annotation], photos: Photos, remarks: Remarks, *, skip_missing: bool
+) -> dict[tuple[str, str], Photo]:
+    """The photos of the names that mean exactly one."""
+    photo_of = {}
+    missing = set()
+    for image, other_name in dict.fromkeys(map(_name, annotations)):
+        candidates = photos.candidates(image)
+        if not candidates and other_name:
+            candidates = photos.candidates(other_name)
+            if candidates:
+                remarks.note("renamed photos were found by the names of their annotation files", image)
+        if len(candidates) == 1:
+            photo_of[image, other_name] = photos.read(candidates[0])
+        elif candidates:
+            remedy = "rename photos, or write their folders in the names"
+            remarks.refuse("names that several photos have", f"{image} ({', '.join(candidates)})", remedy)
+        else:
+            missing.add((image, other_name))
+            remedy = "put them there, give their folder as --images, or leave them out with --skip-missing"
+            if not skip_missing:
+                remarks.refuse(f"photos that are not in {photos.folder}", image, remedy)
+    for annotation in annotations:
+        if skip_missing and _name(annotation) in missing:
+            remarks.note("boxes of missing photos are left out", annotation.where)
+    return photo_of
+
+
+def _in_upright_photo(
+    photo: Photo, annotated_size: tuple[int, int] | None, boxes: np.ndarray, remarks: Remarks
+) -> np.ndarray:
+    """The boxes of a photo, xyxy, as they lie in it after the EXIF rotation.
+
+    Most tools show photos upright, and some the raster as it is stored; the size that the file states tells which.
+    Equal sides, or no size, mean an upright photo. Where a file states the sides of the raster, but its boxes only fit
+    the upright photo, they were drawn on that.
+    """
+    if annotated_size is None or annotated_size == photo.size:
+        return boxes
+    if not photo.is_rotated or annotated_size != photo.size[::-1]:
+        sizes = "annotated as {} x {} pixels, but it has {} x {}".format(*annotated_size, *photo.size)
+        remedy = "use the photos that were annotated"
+        remarks.refuse("photos of another size", f"{photo.name} ({sizes})", remedy)
+        return boxes
+    fits_raster = not reach_outside(boxes, np.array(annotated_size)).any()
+    fits_photo = not reach_outside(boxes, np.array(photo.size)).any()
+    if fits_photo and not fits_raster:
+        remarks.note("upright photos have swapped sides in the export", photo.name)
+        return boxes
+    remarks.note("photos were annotated as stored, so their boxes were turned upright (EXIF)", photo.name)
+    return photo.turn_upright(boxes)
+
+
+def _check_convention(boxes: np.ndarray, sizes: np.ndarray, names: Sequence[str], where: str) -> None:
+    """Raise a UserError if boxes look like corners in place of [x, y, width, height]; warn if many reach outside."""
+    share = reach_outside(boxes, sizes).mean()
+    if share >= _SHARE_OF_CORNERS and look_like_corners(boxes, sizes):
+        x1, y1, x2, y2 = boxes[0].tolist()
+        numbers = ", ".join(f"{number:g}" for number in (x1, y1, x2 - x1, y2 - y1))
+        raise UserError(
+            f"{where}: {share:.0%} of the boxes reach outside their photos as [x, y, width, height], and all fit as "
+            f"corners [xmin, ymin, xmax, ymax], such as [{numbers}] of {names[0]}; export or name them so."
+        )
+    check_file_boxes(boxes, sizes, names, where)
+
+
+def _clip(where: str, corners: np.ndarray, size: np.ndarray, remarks: Remarks) -> FourNumbers:
+    """[x, y, width, height] within the photo, rounded to hundredths of a pixel."""
+    x1, y1, x2, y2 = corners.tolist()
+    if x2 <= x1 or y2 <= y1:
+        remarks.refuse("boxes without area", f"{where} (width {x2 - x1:g}, height {y2 - y1:g})")
+        return x1, y1, 0, 0
+    left, top = max(x1, 0), max(y1, 0)
+    width, height = min(x2, float(size[0])) - left, min(y2, float(size[1])) - top
+    box = (round(left, 2), round(top, 2), round(width, 2), round(height, 2))
+    if box[2] <= 0 or box[3] <= 0:
+        details = f"{where} ([{x1:g}, {y1:g}, {x2:g}, {y2:g}] in {size[0]} x {size[1]})"
+        is_outside = width <= 0 or height <= 0
+        problem = "boxes outside their photos" if is_outside else "boxes smaller than a hundredth of a pixel"
+        remarks.refuse(problem, details)
+    elif reach_outside(corners[None], size).any():
+        remarks.note("boxes were clipped to their photos", where)
+    return box

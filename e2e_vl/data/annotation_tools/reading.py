@@ -1,0 +1,131 @@
+"""Recognise the format of an export and read its boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
+
+from detector.errors import MissingFileError, UserError, reading
+from detector.io import read_json
+from e2e_vl.data.annotation_tools import other_tools
+from e2e_vl.data.annotation_tools.coco import read_coco
+from e2e_vl.data.annotation_tools.files import list_files, relative_name
+from e2e_vl.data.annotation_tools.labelme import read_labelme
+from e2e_vl.data.annotation_tools.photos import Photos
+from e2e_vl.data.annotation_tools.placement import place
+from e2e_vl.data.annotation_tools.records import Annotation, Remarks, Row
+from e2e_vl.data.annotation_tools.tables import TABLES, read_table
+from e2e_vl.data.annotation_tools.voc import read_voc
+from e2e_vl.data.annotation_tools.yolo import CLASS_FILES, YAML, find_class_lists, read_yolo
+
+
+def read_boxes(
+    source: Path,
+    photos: Photos,
+    remarks: Remarks | None = None,
+    *,
+    skip_missing: bool = False,
+    ignored: Collection[Path] = (),
+) -> list[Row]:
+    """All boxes of a table, or of a file or folder of COCO, LabelMe, Pascal VOC or YOLO, in the order of the files.
+
+    Args:
+        remarks: collects what is said about records that were changed or left out.
+        skip_missing: leave out the annotations of photos that are not there; by default they are an error.
+        ignored: files of the folder that are not part of the export.
+
+    Raises:
+        UserError: the format is not known, or some records have no meaning, which are all listed.
+    """
+    remarks = remarks or Remarks(source)
+    annotations = list(_read(source, remarks, {path.resolve() for path in ignored}))
+    rows = place(annotations, photos, remarks, skip_missing=skip_missing)
+    remarks.raise_errors()
+    if not rows:
+        raise UserError(f"{source} has no boxes; choose an export with annotations.")
+    return rows
+
+
+def _read(source: Path, remarks: Remarks, ignored: Collection[Path]) -> Iterator[Annotation]:
+    if source.is_dir():
+        return _read_folder(source, remarks, ignored)
+    if not source.is_file():
+        raise MissingFileError(f"{source}: no such file or folder; check the path.")
+    suffix = source.suffix.lower()
+    if suffix in YAML or source.name.lower() in CLASS_FILES:  # the labels are beside or below it
+        return _read_folder(source.parent, remarks, ignored)
+    if suffix in TABLES:
+        return read_table(source, remarks)
+    if suffix not in (".json", ".xml"):
+        description = other_tools.describe_suffix(suffix) or f"a file whose suffix {suffix} is not known"
+        raise UserError(f"{source} is {description}.")
+    recognised = (_recognise_json if suffix == ".json" else _recognise_xml)(source)
+    if recognised.format is None:
+        description = recognised.description or "neither COCO, LabelMe nor Pascal VOC; export one of these"
+        raise UserError(f"{source} is {description}.")
+    return recognised.read(source, source, remarks)
+
+
+class _Recognised(NamedTuple):
+    """A JSON or XML file: one of the formats, or what else it is."""
+
+    format: str | None = None
+    read: Callable[[Path, Path, Remarks], Iterator[Annotation]] | None = None
+    description: str | None = None
+
+
+def _recognise_json(path: Path) -> _Recognised:
+    content: Any = read_json(path)
+    keys = content.keys() if isinstance(content, dict) else ()
+    if "annotations" in keys and ("images" in keys or "categories" in keys):
+        return _Recognised("COCO", read_coco)
+    if "shapes" in keys:
+        return _Recognised("LabelMe", read_labelme)
+    return _Recognised(description=other_tools.describe_json(content))
+
+
+def _recognise_xml(path: Path) -> _Recognised:
+    with reading(path, ElementTree.ParseError, UnicodeError, LookupError):
+        root = ElementTree.parse(path).getroot()
+    description = other_tools.describe_xml(root)
+    if root.tag != "annotation" or description is not None:
+        return _Recognised(description=description)
+    return _Recognised("Pascal VOC", lambda path, source, remarks: read_voc(path, root, source, remarks))
+
+
+def _read_folder(folder: Path, remarks: Remarks, ignored: Collection[Path]) -> Iterator[Annotation]:
+    """The boxes of the first format in COCO, LabelMe, Pascal VOC, YOLO that a folder has; the others are noted."""
+    by_format: dict[str, list[tuple[Path, _Recognised]]] = {"COCO": [], "LabelMe": [], "Pascal VOC": []}
+    descriptions: dict[str, str] = {}
+    for path in list_files(folder, (".json", ".xml")):
+        if path.resolve() in ignored:
+            continue
+        recognised = _recognise_json(path) if path.suffix.lower() == ".json" else _recognise_xml(path)
+        if recognised.format is not None:
+            by_format[recognised.format].append((path, recognised))
+        elif recognised.description is not None:
+            descriptions[relative_name(path, folder)] = recognised.description
+    for name, files in by_format.items():
+        if not files:
+            continue
+        for other, other_files in by_format.items():
+            for path, _ in other_files if other != name else ():
+                remarks.note(f"files of {other} beside those of {name} are not read", relative_name(path, folder))
+        return _read_files(files, folder, remarks)
+    class_lists = find_class_lists(folder)
+    if class_lists and not descriptions:
+        return read_yolo(folder, class_lists, remarks)
+    path, description = next(iter(descriptions.items()), ("", other_tools.describe_folder(folder)))
+    if description is not None:
+        raise UserError(f"{folder / path} is {description}." if path else f"{folder} has {description}.")
+    raise UserError(
+        f"{folder}: no JSON of COCO or LabelMe, no XML of Pascal VOC, and no data.yaml, "
+        f"{' or '.join(CLASS_FILES[:2])} of YOLO."
+    )
+
+
+def _read_files(files: Iterable[tuple[Path, _Recognised]], folder: Path, remarks: Remarks) -> Iterator[Annotation]:
+    for path, recognised in files:
+        yield from recognised.read(path, folder, remarks)

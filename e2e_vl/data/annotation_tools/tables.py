@@ -1,0 +1,249 @@
+"""Tables of boxes and of expressions: CSV as spreadsheets, Label Studio's, TensorFlow's and makesense's users write it.
+
+The first line names the columns, in any order and capital letters. The separator is a comma, a semicolon, a tab or a
+bar. What an unquoted separator or an unclosed quote does to a row cannot be undone, so such rows are refused.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from detector.errors import UserError
+from detector.io import read_json
+from e2e_vl.data.annotation_tools.files import decode_text
+from e2e_vl.data.annotation_tools.records import Annotation, Remarks, Row, split_name
+from e2e_vl.io import FourNumbers
+
+TABLES = (".csv", ".tsv", ".txt")
+SEPARATORS = ",;\t|"
+NAMES = {  # column -> its names, in small letters and without spaces, dots, dashes and underscores
+    "image": "image filename file imagename imagepath imagefile imagefilename filepath path photo img imageid",
+    "label": "label class category labelname classname categoryname",
+    "text": "text expression caption sentence phrase description referringexpression",
+    "split": "split set subset",
+    "box": "box boxid annotationid annid",
+    "is_crowd": "iscrowd",
+    "x": "x bboxx boxx",
+    "y": "y bboxy boxy",
+    "width": "width w bboxwidth boxwidth bboxw",
+    "height": "height h bboxheight boxheight bboxh",
+    "x1": "x1 xmin left bboxx1 bboxxmin",
+    "y1": "y1 ymin top bboxy1 bboxymin",
+    "x2": "x2 xmax right bboxx2 bboxxmax",
+    "y2": "y2 ymax bottom bboxy2 bboxymax",
+    "image_width": "imagewidth imgwidth",
+    "image_height": "imageheight imgheight",
+}
+_COLUMN_OF = {name: column for column, names in NAMES.items() for name in names.split()}
+_MISSING = ("", "nan", "none", "null")  # how pandas and spreadsheets write an empty cell
+_DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
+_IMAGE_AND_BOX = "image, label, x, y, width and height (or xmin, ymin, xmax and ymax)"
+
+
+class _Line(NamedTuple):
+    """The cells of a row by column; empty ones are left out."""
+
+    where: str
+    cells: dict[str, str]
+
+
+def read_rows(path: Path, remarks: Remarks | None = None) -> list[Row]:
+    """The rows of a table or of a JSON file; a box in a table is x, y, width, height or xmin, ymin, xmax, ymax.
+
+    Args:
+        remarks: collects rows that cannot be read; by default they raise a UserError.
+    """
+    if path.suffix.lower() not in TABLES:
+        rows = read_json(path, list[Row])
+        for number, row in enumerate(rows, start=1):
+            row.where = f"record {number}"
+            row.text = (row.text or "").strip() or None
+        return rows
+    own_remarks = Remarks(path) if remarks is None else remarks
+    rows = []
+    for line in _read_lines(path, own_remarks):
+        try:
+            corners = _corners(line.cells)
+        except ValueError as error:
+            own_remarks.refuse("numbers that cannot be read", f"{line.where} ({error})")
+            continue
+        box: FourNumbers | str | None = _plain_id(line.cells.get("box"))
+        if corners is not None:
+            x1, y1, x2, y2 = corners
+            box = (x1, y1, x2 - x1, y2 - y1)
+        rows.append(
+            Row(
+                image=line.cells.get("image", ""),
+                label=line.cells.get("label", ""),
+                box=box,
+                text=line.cells.get("text"),
+                split=split_name(line.cells.get("split", "")),
+                is_crowd=line.cells.get("is_crowd", "").casefold() in ("1", "true", "yes"),
+                where=line.where,
+            )
+        )
+        if not rows[-1].image:
+            own_remarks.refuse("rows without an image", line.where)
+    if remarks is None:
+        own_remarks.raise_errors()
+    return rows
+
+
+def read_table(path: Path, remarks: Remarks) -> Iterator[Annotation]:
+    """The boxes of a table; the id of a box is the number of its row, from 1."""
+    for number, line in enumerate(_read_lines(path, remarks), start=1):
+        try:
+            corners = _corners(line.cells)
+            image_size = _image_size(line.cells, corners)
+        except ValueError as error:
+            remarks.refuse("numbers that cannot be read", f"{line.where} ({error})")
+            continue
+        image, label = line.cells.get("image", ""), line.cells.get("label", "")
+        if corners is None or not image or not label:
+            remarks.refuse(f"rows without {_IMAGE_AND_BOX}", line.where)
+            continue
+        yield Annotation(
+            line.where,
+            image,
+            label,
+            corners,
+            id=number,
+            image_size=image_size,
+            text=line.cells.get("text"),
+            split=split_name(line.cells.get("split", "")),
+            is_crowd=line.cells.get("is_crowd", "").casefold() in ("1", "true", "yes"),
+        )
+
+
+def _read_lines(path: Path, remarks: Remarks) -> Iterator[_Line]:
+    """The rows below the first one, which names the columns; blank rows are left out."""
+    text = decode_text(path)
+    first, _, rest = text.partition("\n")
+    line_number = 1
+    if re.fullmatch(r"sep=.", first.strip()):  # Excel's
+        text, line_number = rest, 2
+    separator = _find_separator(text.partition("\n")[0])
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    header: list[str] | None = None
+    while True:
+        where = f"line {line_number + reader.line_num}"
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            remarks.refuse("a row whose quotes do not fit", f"{where} ({error})", 'write " within a quoted text as ""')
+            return
+        if cells is None:
+            return
+        if not any(cell.strip() for cell in cells):
+            continue
+        if header is None:
+            header = _find_columns(cells, path)
+            continue
+        if any("\n" in cell or "\r" in cell for cell in cells):
+            remarks.refuse("texts over several lines, maybe an unclosed quote", where, "write a text in one line")
+        elif any(cell.strip() for cell in cells[len(header) :]):
+            problem = f"rows with more than {len(header)} columns, maybe '{separator}' in a text"
+            remarks.refuse(problem, where, 'put texts in quotes ("…")')
+        else:
+            yield _Line(where, _name_cells(header, cells, has_decimal_comma=separator != ","))
+
+
+def _find_separator(first_line: str) -> str:
+    """The separator that gives the first line most columns with known names.
+
+    csv.Sniffer guesses from the letters of all lines, so that texts mislead it.
+    """
+    counts = {}
+    for separator in SEPARATORS:
+        names = [_column_name(cell) for cell in first_line.split(separator)]
+        counts[separator] = (sum(name in _COLUMN_OF for name in names), len(names))
+    return max(SEPARATORS, key=counts.__getitem__)
+
+
+def _column_name(cell: str) -> str:
+    return re.sub(r"[\W_]+", "", cell).casefold()
+
+
+def _find_columns(cells: list[str], path: Path) -> list[str]:
+    """The column of each cell of the first line; "" = not one of ours.
+
+    Where several names mean the same column, the first one in `NAMES` is taken: `image` before `path`.
+    """
+    names = [_column_name(cell) for cell in cells]
+    columns = [_COLUMN_OF.get(name, "") for name in names]
+    for column in set(columns) - {""}:
+        positions = [position for position, other in enumerate(columns) if other == column]
+        order = NAMES[column].split()
+        positions.sort(key=lambda position: order.index(names[position]))
+        if len({names[position] for position in positions}) < len(positions):
+            raise UserError(f"{path}: its first line names the column {names[positions[0]]} twice; rename one of them.")
+        for position in positions[1:]:
+            columns[position] = ""
+    if "regionshapeattributes" in names:
+        raise UserError(f"{path} is VIA's CSV; export Annotations (COCO format) instead.")
+    if "image" not in columns:
+        raise UserError(
+            f"{path}: its first line must name the columns, such as {_IMAGE_AND_BOX}; none of "
+            f"'{', '.join(cells)}' is the image."
+        )
+    return columns
+
+
+def _name_cells(header: list[str], cells: list[str], *, has_decimal_comma: bool) -> dict[str, str]:
+    named = {}
+    for column, cell in zip(header, cells, strict=False):  # a short row ends with empty cells
+        value = cell.strip()
+        if not column or value.casefold() in _MISSING:
+            continue
+        if has_decimal_comma and column not in ("image", "label", "text") and _DECIMAL_COMMA.fullmatch(value):
+            value = value.replace(",", ".")
+        named[column] = value
+    return named
+
+
+def _corners(cells: Mapping[str, str]) -> FourNumbers | None:
+    """x1, y1, x2, y2; None without a box. `left, top, width, height` are a box too.
+
+    Raises:
+        ValueError: a cell is not a number, or only a part of the box is there.
+    """
+    if not cells.keys() & {"x", "y", "x1", "y1", "x2", "y2"}:
+        return None
+    x1, y1 = (_number(cells, f"{axis}1" if f"{axis}1" in cells else axis) for axis in "xy")
+    if cells.keys() & {"x2", "y2"}:
+        return x1, y1, _number(cells, "x2"), _number(cells, "y2")
+    return x1, y1, x1 + _number(cells, "width"), y1 + _number(cells, "height")
+
+
+def _image_size(cells: Mapping[str, str], corners: FourNumbers | None) -> tuple[int, int] | None:
+    """(width, height) of the image: its own columns, or width and height beside corners.
+
+    The latter may also be those of the box; then the row states no size of its image.
+    """
+    if cells.keys() >= {"image_width", "image_height"}:
+        return round(_number(cells, "image_width")), round(_number(cells, "image_height"))
+    if corners is None or not cells.keys() >= {"x2", "y2", "width", "height"}:
+        return None
+    x1, y1, x2, y2 = corners
+    width, height = _number(cells, "width"), _number(cells, "height")
+    if abs(x2 - x1 - width) <= 1 and abs(y2 - y1 - height) <= 1:
+        return None
+    return round(width), round(height)
+
+
+def _number(cells: Mapping[str, str], column: str) -> float:
+    value = float(cells.get(column, "nan"))
+    if not math.isfinite(value):
+        raise ValueError(f"{column} is {cells.get(column, 'missing')}")
+    return value
+
+
+def _plain_id(value: str | None) -> str | None:
+    """An id as a spreadsheet may write it: 12.0 is 12."""
+    return value.removesuffix(".0") if value is not None and re.fullmatch(r"\d+\.0", value) else value
