@@ -132,6 +132,7 @@ def convert(
             "bbox": [x, y, width, height],
             "area": width * height,
             "iscrowd": int(box.is_crowd),
+            "id_in_export": box.id,
         }
         annotation = annotations.setdefault((box.image, box.label, *box.box), annotation)
         boxes_of[box.image][str(box.id)] = annotation

@@ -22,7 +22,7 @@ class _Card(NamedTuple):
     file_name: str
     picture: Picture
     split: str  # "" = no expression is about it
-    lines: list[str]  # of each box: its id, its category and the expressions about it
+    lines: list[str]  # of each box: its id in the export, its category and the expressions about it
 
 
 def write_annotation_page(
@@ -31,7 +31,7 @@ def write_annotation_page(
     """Write a page with at most `MOST_PICTURES` images, evenly spaced in the order of the instances file.
 
     Args:
-        instances: content of a COCO instances file.
+        instances: content of a COCO instances file, whose annotations also have `id_in_export`.
         refs: content of a refs file.
         folder: of the images.
         notes: remark -> the records that it is about.
@@ -51,8 +51,8 @@ def write_annotation_page(
         for annotation in annotations:
             sentences = ref_of.get(annotation["id"], {"sentences": []})["sentences"]
             texts = "; ".join(f"“{sentence['sent']}”" for sentence in sentences)
-            name = f"{annotation['id']} {names[annotation['category_id']]}"
-            lines.append(f"{name}: {texts}" if texts else name)
+            label = _label(annotation, names)
+            lines.append(f"{label}: {texts}" if texts else label)
         picture = _draw(folder / image["file_name"], annotations, names)
         cards.append(_Card(image["file_name"], picture, ", ".join(sorted(split)), lines))
     counts = Counter(names[annotation["category_id"]] for annotation in instances["annotations"])
@@ -68,6 +68,10 @@ def write_annotation_page(
     )
 
 
+def _label(annotation: Mapping[str, Any], names: Mapping[int, str]) -> str:
+    return f"{annotation['id_in_export']} {names[annotation['category_id']]}"
+
+
 def _draw(path: Path, annotations: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> Picture:
     """The image with its boxes, in a colour per category; the labels are those of the list below it."""
     try:
@@ -76,6 +80,6 @@ def _draw(path: Path, annotations: Sequence[Mapping[str, Any]], names: Mapping[i
         return Picture(problem=str(error))
     corners = np.array([annotation["bbox"] for annotation in annotations], dtype=np.float64)
     corners[:, 2:] += corners[:, :2]
-    labels = [f"{annotation['id']} {names[annotation['category_id']]}" for annotation in annotations]
+    labels = [_label(annotation, names) for annotation in annotations]
     colours = [PALETTE[annotation["category_id"] % len(PALETTE)] for annotation in annotations]
     return encode_picture(draw_boxes(image, corners, labels, colours))
