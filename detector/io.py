@@ -15,8 +15,8 @@ import mmap
 import os
 import pickle
 import re
+import secrets
 import shutil
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -316,7 +316,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
         yield path
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = _temporary_path(path, f".{os.getpid()}.{threading.get_native_id()}{_PART}")
+    part = _temporary_path(path, _unique_part())
     try:
         yield part
         _sync(part)
@@ -387,10 +387,14 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _new_folder(folder: Path) -> Path:
-    part = _temporary_path(folder, _PART)
-    shutil.rmtree(part, ignore_errors=True)
+    part = _temporary_path(folder, _unique_part())
     part.mkdir(parents=True)
     return part
+
+
+def _unique_part() -> str:
+    """A suffix of its own for each write. Process ids would not do: two machines or containers may share a folder."""
+    return f".{secrets.token_hex(4)}{_PART}"
 
 
 def _temporary_path(path: Path, suffix: str) -> Path:

@@ -463,6 +463,16 @@ def parse_overrides(words: Iterable[str]) -> Tree:
     return functools.reduce(merge, map(parse_override, words), {})
 
 
+def check_batch_size(config: RunConfig, processes: int) -> None:
+    """Raise UserError unless the processes can share a batch evenly; images would be left out of it."""
+    images, shares = config.train.images_per_batch, processes * config.train.accumulate
+    if images % shares:
+        raise UserError(
+            f"train.images_per_batch is {images}; it must be a multiple of {shares}, the number of processes "
+            f"({processes}) times train.accumulate."
+        )
+
+
 def differences(first: Any, second: Any, prefix: str = "") -> list[str]:
     """The differences of two settings, as `key: one -> other` lines."""
     first, second = (msgspec.to_builtins(one) if isinstance(one, msgspec.Struct) else one for one in (first, second))

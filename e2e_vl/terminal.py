@@ -17,6 +17,8 @@ from detector.errors import StoppedRunError
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGTERM))  # Windows has no SIGHUP
 READER_GONE = (errno.EPIPE, errno.EIO)  # of a pipe, and of a terminal
+LAUNCHED = "E2E_VL_LAUNCHED"  # environment variable of the processes that `--num-processes` starts
+LOST_PROCESS = 75  # exit status of a process whose group lost another one
 Handler = Callable[[int, FrameType | None], None]
 
 

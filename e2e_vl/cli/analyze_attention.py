@@ -2,7 +2,7 @@
 
     e2e-vl analyze-attention --run runs/demo_flickr30k --split val --boxes online \\
         --parses data/demo_flickr30k/flickr30k/parses/val.conllu
-    accelerate launch -m e2e_vl analyze-attention --run RUN --split val --boxes gt --spacy en_core_web_sm
+    e2e-vl analyze-attention --num-processes 4 --run RUN --split val --boxes gt --spacy en_core_web_sm
 
 Works with any run whose encoder has attention, on captions with boxes for phrases (Flickr30K Entities): the run's own
 data, or those of another config (--data). No word is masked, whatever the task of the run.
@@ -20,11 +20,13 @@ figures, and overlays/*.jpg (regions coloured by the attention of phrases). See 
 from __future__ import annotations
 
 import argparse
+import sys
 import typing
 from pathlib import Path
 
 from e2e_vl.analysis.options import AnalysisOptions, list_options, option_flag, parse_head
 from e2e_vl.cli.main import make_parser, parse_with_settings, print_errors
+from e2e_vl.cli.processes import add_process_options, run_in_processes
 from e2e_vl.config import BoxSource, load_config
 from e2e_vl.io import find_model_folder
 from e2e_vl.parts import decode
@@ -55,6 +57,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--pictures", type=int, default=6, help="number of captions to draw (default: 6)")
     parser.add_argument("--max-images", type=int, help="use only this many images of the split (default: all)")
     parser.add_argument("--output", type=Path, help="output folder (default: RUN/attention/SPLIT_BOXES)")
+    add_process_options(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as data.root=DIR")
     group = parser.add_argument_group("details that the paper does not specify")
     for name, kind, default, meaning in list_options():
@@ -80,6 +83,9 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     chosen.require_parses(given=args.parses is not None or args.spacy is not None)
     for head in args.heads:
         parse_head(head, chosen.first_number)
+    status = run_in_processes(args, ["analyze-attention", *(sys.argv[1:] if argv is None else argv)])
+    if status is not None:
+        return status
     from e2e_vl.analysis.run import AnalysisArguments, analyze_attention  # late: imports torch
 
     arguments = AnalysisArguments(

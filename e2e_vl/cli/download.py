@@ -14,6 +14,7 @@ addresses is configs/downloads.yaml.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
@@ -22,7 +23,10 @@ import sys
 import tarfile
 import zipfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from detector.errors import MissingFileError, UserError
 from detector.io import read_yaml
@@ -83,7 +87,8 @@ class PublishedFile(Settings, frozen=True):
             old, new = sorted((data / place, data / link), key=Path.exists, reverse=True)
             if old.exists() and not new.exists():
                 new.parent.mkdir(parents=True, exist_ok=True)
-                new.symlink_to(os.path.relpath(old, new.parent), target_is_directory=old.is_dir())
+                with contextlib.suppress(FileExistsError):  # made by another process in the meantime
+                    new.symlink_to(os.path.relpath(old, new.parent), target_is_directory=old.is_dir())
 
 
 class FileSet(Settings, frozen=True):
@@ -123,6 +128,32 @@ def fetch(name: str, file: PublishedFile, data: Path) -> None:
         raise MissingFileError(f"{name} cannot be fetched: {file.form}, as {places}; see {file.source}.")
     download = data / "downloads" / name
     download.parent.mkdir(parents=True, exist_ok=True)
+    with waiting_for_lock(data / ".locks" / f"{name}.lock", name):
+        problem = file.problem(data)  # another process may have fetched it in the meantime
+        if problem.startswith("missing"):
+            fetch_locked(name, file, data, download)
+        elif problem:
+            raise UserError(f"{name} is {problem}; move it away to download it again.")
+
+
+@contextlib.contextmanager
+def waiting_for_lock(path: Path, name: str) -> Iterator[None]:
+    """Context that only one process is in: two would write to one partial file, and a wrong file would result."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        print(f"Waiting for another process, which downloads {name}", flush=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def fetch_locked(name: str, file: PublishedFile, data: Path, download: Path) -> None:
+    """`fetch`, in a context that only one process is in."""
     if download.exists() and (reason := file_difference(download, file.checksum, file.size)):
         raise UserError(f"{download} is not the published file: {reason}; delete it.")
     reasons = []

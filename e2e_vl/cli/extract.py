@@ -21,6 +21,7 @@ from detector.config import BACKENDS, SelectionRule
 from detector.errors import UserError
 from detector.io import atomic_file, write_json
 from e2e_vl.cli.main import make_parser, print_errors
+from e2e_vl.cli.processes import add_process_options, run_in_processes
 from e2e_vl.config import DEFAULT_SELECTIONS, DISPLAY_SELECTION, DetectorSettings, ExtractionSettings
 from e2e_vl.data.features import FORMATS
 from e2e_vl.data.user_inputs import to_image_file
@@ -46,7 +47,7 @@ Without --run, --detector or --weights the detector is a ResNet-101 C4 with rand
 MANY_IMAGES = """Extract boxes, features, classes and attributes of many images, in published formats.
 
     e2e-vl extract FOLDER --output features --format npz --weights FILE --config FILE
-    accelerate launch --num_processes 4 -m e2e_vl extract --images LIST.txt --output train.tsv --format tsv \\
+    e2e-vl extract --num-processes 4 --images LIST.txt --output train.tsv --format tsv \\
         --rule maxconf --features-of proposal --min-boxes 10 --max-boxes 100
     e2e-vl extract --images instances.json --root DIR --boxes instances.json --output gt.h5 --format hdf5
 
@@ -209,6 +210,7 @@ def many_images_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--image-feature", action="store_true", help="store the whole image's feature (not in TSV)")
     parser.add_argument("--batch-size", type=int, default=8, help="images per batch, all of one size (default: 8)")
     parser.add_argument("--workers", type=int, default=2, help="data workers per process (default: 2)")
+    add_process_options(parser)
     return parser
 
 
@@ -220,6 +222,9 @@ def many_images(argv: list[str] | None = None, prog: str | None = None) -> int:
 
     images = list_images(args.images, args.root)
     given = None if args.boxes is None else read_given_boxes(args.boxes)
+    status = run_in_processes(args, ["extract", *(sys.argv[1:] if argv is None else argv)])
+    if status is not None:
+        return status
     from e2e_vl.extraction.bulk import MAX_WAIT, ExtractionJob, extract_images, make_stamp  # late: imports torch
     from e2e_vl.run.launch import make_accelerator
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -21,10 +22,12 @@ from typing import Any
 
 from detector.errors import StoppedRunError, UserError
 from e2e_vl import __version__
-from e2e_vl.terminal import lasting_output, make_stopped_error, stopped_by_signals
+from e2e_vl.terminal import LAUNCHED, LOST_PROCESS, lasting_output, make_stopped_error, stopped_by_signals
 
 # errors whose message is shown without a traceback
 EXPECTED_ERRORS = (UserError, ChildProcessError, ConnectionError, FloatingPointError, MemoryError)
+# what torch.distributed (gloo, NCCL) says of a process that has ended
+CONNECTION_LOST = ("Connection closed by peer", "Connection reset by peer", "Socket closed", "remote process exited")
 
 
 def make_parser(doc: str, prog: str | None = None) -> argparse.ArgumentParser:
@@ -65,6 +68,12 @@ def print_errors(main: Callable[..., int], advice: str = "") -> Callable[..., in
                 message = str(error) or f"{type(error).__name__}: out of memory, or the system gave no reason."
                 print(f"error: {message}", file=sys.stderr)
                 return 2
+            except RuntimeError as error:
+                if "RANK" not in os.environ or not any(text in str(error) for text in CONNECTION_LOST):
+                    raise
+                if LAUNCHED not in os.environ:  # that launcher waits for the process that knows the reason
+                    print(f"error: process {os.environ['RANK']} ends, because another one has ended.", file=sys.stderr)
+                return LOST_PROCESS
 
     return wrapped
 

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from pathlib import Path
 
 from e2e_vl.cli.main import make_parser, parse_with_settings, print_errors
-from e2e_vl.config import BoxSource, load_config, read_detector_config
+from e2e_vl.cli.processes import add_process_options, run_in_processes
+from e2e_vl.config import BoxSource, check_batch_size, load_config, read_detector_config
 from e2e_vl.io import find_model_folder, refuse_to_overwrite
 
 TRAIN = """Train detector, encoder and task together.
 
     e2e-vl train --config configs/demo/refcoco.yaml train.lr=1e-3 output=runs/my_run
-    accelerate launch tools/train.py --config configs/demo/refcoco.yaml train.lr=1e-3 output=runs/my_run
+    e2e-vl train --num-processes 4 --config configs/demo/refcoco.yaml train.lr=1e-3 output=runs/my_run
 
-`key=value` settings override the file. `--resume` continues the run in `output` exactly. `e2e-vl` trains in one
-process; `accelerate launch` and `torchrun` start several. SIGTERM, SIGHUP and Ctrl-C finish the current step, save a
-checkpoint and exit with status 143, 129 or 130; errors exit with status 2. `--draw-schedule PNG` only draws the
-learning rates and the weights of objectives over the steps of a run with `train.max_steps`.
+`key=value` settings override the file. `--resume` continues the run in `output` exactly. `--num-processes` starts one
+process per GPU, or several on the CPU; `accelerate launch` and `torchrun` do so on several machines. SIGTERM, SIGHUP
+and Ctrl-C finish the current step, save a checkpoint and exit with status 143, 129 or 130; errors exit with status 2.
+`--draw-schedule PNG` only draws the learning rates and the weights of objectives over the steps of a run with
+`train.max_steps`.
 """
 EVALUATE = """Evaluate a trained run on any split with any source of boxes.
 
     e2e-vl evaluate --run runs/demo_refcoco --split val --boxes online --iou mattnet
-    accelerate launch tools/evaluate.py --run runs/demo_refcoco --split val --boxes online --iou mattnet
+    e2e-vl evaluate --num-processes 4 --run runs/demo_refcoco --split val --boxes online --iou mattnet
 
 Candidate boxes: `gt` (all annotated boxes of the image), `detections` (a file in MAttNet's format), `online` (predicted
 by the model's detector), or `precomputed` (from the features file, for a run on precomputed features).
@@ -40,7 +43,7 @@ PREDICT = """Write the predictions of a trained run for a split, as a file for a
 
     e2e-vl predict --run RUN --split test2015 --boxes online --output vqa.json
     e2e-vl predict --run RUN --rationale-run RUN --split test --boxes gt --output vcr.csv
-    accelerate launch -m e2e_vl predict --run RUN --split testA --boxes detections --output refcoco.json
+    e2e-vl predict --num-processes 4 --run RUN --split testA --boxes detections --output refcoco.json
 
 Formats (predictions keep the order of the data set):
   VQA      JSON list of {"question_id", "answer"}
@@ -60,6 +63,7 @@ def train(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser.add_argument("--config", required=True, help="YAML file of the run")
     parser.add_argument("--resume", action="store_true", help="continue from the run directory's newest checkpoint")
     parser.add_argument("--draw-schedule", type=Path, metavar="PNG", help="draw the schedule instead of training")
+    add_process_options(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file")
     args = parse_with_settings(parser, argv)
     config = load_config(args.config, args.overrides)
@@ -71,6 +75,10 @@ def train(argv: list[str] | None = None, prog: str | None = None) -> int:
         return 0
     if not args.resume and os.environ.get("RANK", "0") == "0":
         refuse_to_overwrite(Path(config.output))  # likewise
+    words = ["train", *(sys.argv[1:] if argv is None else argv)]
+    status = run_in_processes(args, words, functools.partial(check_batch_size, config))
+    if status is not None:
+        return status
     # suppress DDP's warning on every process that find_unused_parameters found none
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from e2e_vl.run.train import train as train_run  # late: imports torch
@@ -90,9 +98,13 @@ def evaluate(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser.add_argument("--iou", default=None, choices=("mattnet", "vlbert", "strict"), help=iou_help)
     parser.add_argument("--loss", action="store_true", help="also compute the loss, which train.keep_best can use")
     parser.add_argument("--output", type=Path, help="file of predictions (default: in RUN/evaluations)")
+    add_process_options(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as data.root=DIR")
     args = parse_with_settings(parser, argv)
     load_config(find_model_folder(args.run) / "config.yaml", args.overrides)  # before torch is imported
+    status = run_in_processes(args, ["evaluate", *(sys.argv[1:] if argv is None else argv)])
+    if status is not None:
+        return status
     from e2e_vl.run.evaluate import evaluate_run  # late: imports torch
 
     metrics, path = evaluate_run(
@@ -121,9 +133,13 @@ def predict(argv: list[str] | None = None, prog: str | None = None) -> int:
         "--boxes", required=True, choices=[*map(str, BoxSource.for_evaluation())], help="source of candidate boxes"
     )
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="file to write")
+    add_process_options(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as data.root=DIR")
     args = parse_with_settings(parser, argv)
     load_config(find_model_folder(args.run) / "config.yaml", args.overrides)  # before torch is imported
+    status = run_in_processes(args, ["predict", *(sys.argv[1:] if argv is None else argv)])
+    if status is not None:
+        return status
     from e2e_vl.run.evaluate import predict_split  # late: imports torch
 
     metrics, is_main = predict_split(

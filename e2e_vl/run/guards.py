@@ -20,10 +20,10 @@ from e2e_vl.data.batching import ExampleDataset
 from e2e_vl.io import LOCK_FILE
 from e2e_vl.run.build import Run
 from e2e_vl.structures import Batch
-from e2e_vl.terminal import PATIENCE, STOP_SIGNALS, handling_signals, make_stopped_error
+from e2e_vl.terminal import LAUNCHED, PATIENCE, STOP_SIGNALS, handling_signals, make_stopped_error
 
-# variables that `accelerate launch`, torchrun and `e2e-vl --num-processes` set
-LAUNCHED = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID", "E2E_VL_PROCESSES")
+# environment variables that `accelerate launch`, `torchrun` and `--num-processes` set
+OF_LAUNCHERS = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID", LAUNCHED)
 
 
 @contextlib.contextmanager
@@ -88,7 +88,7 @@ class StopSignals:
         self._arrivals: dict[int, float] = {}  # when each kind of signal came first
         self._context = contextlib.ExitStack()
         # what started this process, if it was a launcher, which has to live as long as the process
-        self._launcher = os.getppid() if any(name in os.environ for name in LAUNCHED) else None
+        self._launcher = os.getppid() if any(name in os.environ for name in OF_LAUNCHERS) else None
 
     def __enter__(self) -> Self:
         self._context.enter_context(handling_signals(self._handle))

@@ -68,6 +68,11 @@ def make_accelerator(
             "This CPU has no bf16 instructions, so bf16 is many times slower than float32 (20 instead of 152 GFLOP/s "
             "in convolutions, 0.9 instead of 99 in matrix products, on a CPU with AVX2); set train.mixed_precision=no."
         )
+    if not on_cpu and int(os.environ.get("LOCAL_RANK", 0)) >= torch.accelerator.device_count():
+        raise UserError(
+            f"There are {os.environ.get('LOCAL_WORLD_SIZE', 'more')} processes, but {torch.accelerator.device_count()} "
+            "GPUs; start one process per GPU, or set ACCELERATE_USE_CPU=true."
+        )
     if tf32 is not None:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     if on_cpu and "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by `accelerate launch`

@@ -31,7 +31,7 @@ from detector.backbones import ResidualBlock
 from detector.errors import UserError
 from detector.io import atomic_files, atomic_folder, read_json, remove_leftovers, write_json
 from detector.structures import Loss
-from e2e_vl.config import RunConfig, save_config
+from e2e_vl.config import RunConfig, check_batch_size, save_config
 from e2e_vl.data.batching import BatchLoader, GroupedBatchSampler
 from e2e_vl.io import RunLog, refuse_to_overwrite, replace_nan
 from e2e_vl.model import VisionLanguageModel
@@ -76,12 +76,7 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
         max_wait_minutes=config.train.max_wait_minutes,
     )
     is_main = accelerator.is_main_process
-    images, parts = config.train.images_per_batch, accelerator.num_processes * config.train.accumulate
-    if images % parts:  # images would be left out of every batch
-        raise UserError(
-            f"train.images_per_batch is {images}; it must be a multiple of {parts}, the number of processes "
-            f"({accelerator.num_processes}) times train.accumulate."
-        )
+    check_batch_size(config, accelerator.num_processes)
     config = resolve_config(config)
     with contextlib.ExitStack() as lock:
 

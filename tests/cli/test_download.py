@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import fnmatch
 import hashlib
 import io
 import re
 import tarfile
 import threading
+import time
 import zipfile
 from collections.abc import Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -132,7 +134,9 @@ def run(server, tmp_path, monkeypatch, capsys):
 
 
 def files_in(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    """All files but locks."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"]
+    return sorted(path.relative_to(folder).as_posix() for path in files)
 
 
 @pytest.mark.parametrize(
@@ -223,6 +227,21 @@ def test_a_full_disk_is_one_sentence(run, tmp_path, monkeypatch, capsys):
     part.unlink()
     status, message = run(size=10**18)
     assert status == 2 and "needs 2000000000.0 GB, and" in message and not list((tmp_path / "downloads").iterdir())
+
+
+def test_two_downloads_at_once_fetch_a_file_once(run, server, tmp_path, monkeypatch):
+    """Both would write to the same partial file."""
+    transfer, calls = download.transfer, []
+
+    def slow(*arguments: object) -> str:
+        calls.append(arguments)
+        time.sleep(0.3)
+        return transfer(*arguments)
+
+    monkeypatch.setattr(download, "transfer", slow)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        statuses = [future.result()[0] for future in [pool.submit(run), pool.submit(run)]]
+    assert (statuses, len(calls), files_in(tmp_path)) == ([0, 0], 1, ["to/model.bin"])
 
 
 def test_a_stopped_download_says_that_it_goes_on(run, tmp_path, monkeypatch):

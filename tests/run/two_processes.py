@@ -1,6 +1,4 @@
-"""Run by test_launch.py under `torchrun`: several trainings, one after the other.
-
-    torchrun --standalone --nproc_per_node 2 two_processes.py JOBS.json
+"""Run by test_launch.py in two processes of e2e_vl/cli/processes.py: several trainings, one after the other.
 
 JOBS.json holds a list of [config file, list of key=value words, run to resume or null]. A run that is resumed is copied
 without its newest checkpoint. Each run is evaluated once more afterwards. RUN/collectives.json lists the collective
@@ -31,6 +29,11 @@ from e2e_vl.run.evaluate import evaluate_run
 from e2e_vl.run.train import Trainer, train
 from tests.run.runs import ROOT, lose_newest
 
+LAUNCH = """
+import sys
+from e2e_vl.cli.processes import free_port, start_processes
+sys.exit(start_processes(sys.argv[1:], 2, {"MASTER_PORT": str(free_port())}))
+"""
 Job = tuple[Path, list[str], Path | None]
 
 
@@ -38,9 +41,8 @@ def start(jobs: list[Job], folder: Path) -> subprocess.Popen:
     """Do all of the jobs, in two processes; the list of jobs is written to the folder."""
     path = folder / "jobs.json"
     path.write_text(json.dumps(jobs, default=str))
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     return subprocess.Popen(
-        [sys.executable, *launch, __file__, str(path)],
+        [sys.executable, "-c", LAUNCH, sys.executable, __file__, str(path)],
         cwd=ROOT,
         env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
