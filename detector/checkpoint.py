@@ -368,7 +368,7 @@ def save_weights(tensors: Mapping[str, Tensor], path: str | Path, key: str = "mo
     path = Path(path)
     plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     with atomic_file(path) as part:
-        if path.suffix == ".safetensors":
+        if path.suffix.lower() == ".safetensors":
             save_file(plain, part)
         else:
             torch.save({key: plain} if key else plain, part)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
@@ -55,6 +55,20 @@ def box_corners(box: FourNumbers, where: str) -> FourNumbers:
 def read_text(path: str | Path) -> str:
     """Read a text file of a user, see `detector.io.decode_text`."""
     return io.read_text(user_path(path))
+
+
+def files_in(folder: Path, suffixes: Sequence[str], *, deep: bool = True) -> list[Path]:
+    """The files of a folder (`deep`: and of the folders in it) with these suffixes, in any case, sorted.
+
+    Files of macOS that begin with `._` are left out: they accompany others of the same name and suffix.
+    """
+    paths = folder.rglob("*") if deep else folder.iterdir()
+    return sorted(path for path in paths if is_listed(path.name, suffixes) and path.is_file())
+
+
+def is_listed(name: str, suffixes: Sequence[str] = ("",)) -> bool:
+    """Whether a name has one of the suffixes, in any case, and is not of a file that macOS adds to another."""
+    return name.lower().endswith(tuple(suffixes)) and not name.startswith("._")
 
 
 def file_name(text: str) -> str:

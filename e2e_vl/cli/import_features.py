@@ -30,7 +30,7 @@ from detector.errors import MissingFileError, UserError, reading
 from detector.io import read_json, read_pickle
 from e2e_vl.cli.main import make_parser, print_errors
 from e2e_vl.data.features import RegionFeatures, check_format, import_optional, write_features
-from e2e_vl.io import Record, Side
+from e2e_vl.io import Id, Record, Side, files_in
 
 ASSUMED = {
     "pythia": "every box is the whole image",
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
 
 
 class _SizedImage(Record):
-    id: int
+    id: Id
     width: Side
     height: Side
 
@@ -111,7 +111,7 @@ def read_pythia(folder: Path, size_of: dict[str, tuple[int, int]]) -> Iterator[R
 
     Pickles `*_info.npy` beside them are skipped, as in official VisualBERT.
     """
-    paths = [path for path in sorted(folder.glob("*.npy")) if not path.name.endswith("_info.npy")]
+    paths = [path for path in files_in(folder, (".npy",), deep=False) if not path.stem.endswith("_info")]
     if not paths:
         raise MissingFileError(f"{folder}: has no .npy files; give Pythia's folder of one image set.")
     for path in paths:
@@ -179,7 +179,7 @@ def read_ban(path: Path, ids: Path) -> Iterator[RegionFeatures]:
 def read_vl_bert(folder: Path) -> Iterator[RegionFeatures]:
     from e2e_vl.data.captions import RegionFile  # late: it takes seconds
 
-    for path in sorted(folder.glob("*.json")):
+    for path in files_in(folder, (".json",), deep=False):
         content, where = read_json(path, RegionFile), str(path)
         boxes, features = (content.matrix(key, where) for key in ("boxes", "features"))
         yield _region_features(path.stem, (content.image_h, content.image_w), boxes, features, where)

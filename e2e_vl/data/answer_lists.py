@@ -32,7 +32,7 @@ def read_answers(path: str | Path, sources: Collection[str] | None = None) -> li
     if sources is not None:
         rows = read_json(path, list[_SourcedAnswer])
         answers = [row.ans for row in rows if set(row.dsets) & set(sources)]
-    elif path.suffix == ".txt":
+    elif path.suffix.lower() == ".txt":
         answers = [line.strip().lower() for line in read_text(path).split("\n") if line.strip()]
     else:
         content = read_json(path, list[str | _SourcedAnswer] | dict[str, int])

@@ -30,7 +30,7 @@ from torch.utils.data import ConcatDataset
 from tqdm.auto import tqdm
 
 from detector.errors import MissingFileError, UserError, reading, user_path
-from detector.io import decode_json, read_json
+from detector.io import decode_json, decode_text, read_json
 from e2e_vl.config import BoxSource
 from e2e_vl.data.base import (
     DataFiles,
@@ -46,7 +46,7 @@ from e2e_vl.data.coco import CocoInstances, open_instances
 from e2e_vl.data.config import CLASS_NAMES, CaptionOptions
 from e2e_vl.data.tables import Archives, SerializedList, SkippedRecords, TextGroups, TextLines, cached_array, read_range
 from e2e_vl.data.vcr import read_detected_objects
-from e2e_vl.io import Count, Id, Name, Record, Side
+from e2e_vl.io import Count, Id, Name, Record, Side, files_in, is_listed
 from e2e_vl.samples import CandidateBoxes, ImageBytes, ImageKey, Sample, SampleImage, SampleText
 
 logger = logging.getLogger(__name__)
@@ -259,6 +259,9 @@ class VLBertCaptions(CaptionSource):
 # Captions in webdataset shards, as written by img2dataset
 
 
+SHARD_SUFFIXES = {**dict.fromkeys(("jpg", "jpeg", "png", "webp"), "image"), "txt": "caption"}
+
+
 class ShardCaptions(CaptionSource):
     """One caption per image, from tar files, with random access through an index of record offsets.
 
@@ -272,10 +275,11 @@ class ShardCaptions(CaptionSource):
 
     def __init__(self, shards: str | Path, cache: str | Path) -> None:
         path = user_path(shards)
-        self.shards = sorted(path.glob("*.tar") if path.is_dir() else path.parent.glob(path.name))
+        listed = files_in(path, (".tar",), deep=False) if path.is_dir() else sorted(path.parent.glob(path.name))
+        self.shards = [shard for shard in listed if is_listed(shard.name, (".tar",))]
         if not self.shards:
             raise MissingFileError(f"{path}: no shards (*.tar) found; check data.files.shards")
-        self._index = cached_array(self.shards, Path(cache), "shards", self._find_records)
+        self._index = cached_array(self.shards, Path(cache), "shards 2", self._find_records)
         self.groups = TextGroups.consecutive(np.ones(len(self._index), dtype=np.int64))
 
     def _find_records(self) -> np.ndarray:
@@ -286,12 +290,21 @@ class ShardCaptions(CaptionSource):
             records: dict[str, dict[str, int]] = {}
             with reading(shard, tarfile.TarError), tarfile.open(shard, "r:") as archive:
                 for member in archive:
-                    key, _, suffix = member.name.rpartition("/")[2].partition(".")
-                    record = records.setdefault(f"{member.name.rpartition('/')[0]}/{key}", {})
-                    if suffix.lower() in ("jpg", "jpeg", "png", "webp") and member.size:
-                        record["image"] = member.offset
-                    elif suffix.lower() == "txt" and archive.extractfile(member).read().strip():
-                        record["caption"] = member.offset
+                    folder, _, name = member.name.rpartition("/")
+                    if not member.isfile() or not is_listed(name):
+                        continue
+                    key, _, suffix = name.partition(".")
+                    record = records.setdefault(f"{folder}/{key}", {})
+                    kind = SHARD_SUFFIXES.get(suffix.lower())
+                    is_blank = kind == "caption" and not archive.extractfile(member).read().strip()
+                    if kind is None or is_blank or not member.size:
+                        continue
+                    if kind in record:
+                        raise UserError(
+                            f"{shard}: the record {folder}/{key} has two files for its {kind}, such as {member.name}; "
+                            "give each record a name of its own, as img2dataset does"
+                        )
+                    record[kind] = member.offset
                 rest = read_range(shard, archive.offset)
             if not rest or rest.strip(b"\0"):  # `tarfile` stops silently at a damaged header
                 raise UserError(f"{shard}: damaged or truncated at byte {archive.offset}; run img2dataset again")
@@ -303,8 +316,8 @@ class ShardCaptions(CaptionSource):
         return np.array(rows, dtype=np.int64)
 
     def caption(self, text: int) -> str:
-        with self._member(text, 2) as (_, content):
-            return content.read().decode("utf-8", "replace").strip()
+        with self._member(text, 2) as (name, content):
+            return decode_text(content.read(), f"{self.shards[self._index[text, 0]]}: {name}").strip()
 
     def name(self, group: int) -> str:
         with self._member(group, 1) as (name, _):

@@ -260,8 +260,8 @@ class CocoDetectionDataset(VLDataset):
         words = [category_id for category_id in self.instances.category_ids if isinstance(category_id, str)]
         if words:
             raise UserError(
-                f"{self.instances.path}: the category id {words[0]!r} is not an integer of 64 bits, as results in COCO's "
-                "format need; number the categories"
+                f"{self.instances.path}: the category id {words[0]!r} is not an integer of 64 bits, as results in "
+                "COCO's format need; number the categories"
             )
         self._categories = Categories(tuple(self.instances.category_ids))
 

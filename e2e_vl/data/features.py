@@ -8,7 +8,7 @@ Formats
     tsv      bottom-up attention: image_id, image_w, image_h, num_boxes, boxes, features
     lxmert   img_id, img_h, img_w, objects_id, objects_conf, attrs_id, attrs_conf, num_boxes, boxes, features
     hdf5     the regions of all images, concatenated; `starts` [N + 1] holds the first row of each image
-    lmdb     image id -> contents of an `.npz` file
+    lmdb     image id -> contents of an `.npz` file; a file, or a folder with data.mdb
 In both TSV files, arrays are base64 of float32 (ids: int64), and boxes are xyxy in pixels of the original image.
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import abc
 import base64
+import codecs
 import contextlib
 import dataclasses
+import hashlib
 import importlib
 import io
 import json
@@ -37,6 +39,8 @@ from tqdm.auto import tqdm
 from detector.errors import MissingFileError, UserError, reading, user_path
 from detector.io import atomic_file, read_json, write_json
 from e2e_vl.data.box_checks import require_pixels
+from e2e_vl.data.tables import require_unique
+from e2e_vl.io import files_in
 
 # Optional columns with R rows, and their dtypes
 OPTIONAL_COLUMNS = {
@@ -50,6 +54,8 @@ TOLERANCE = 1.0  # pixels by which a box may exceed its image
 ROUNDING = 1e-3  # by which a probability may exceed [0, 1] (half precision)
 STAMP_NAME = "stamp.json"
 STAMP_KEY = b"__stamp__"  # in an LMDB file
+LMDB_FILE = "data.mdb"  # in a folder
+ZIP_START = b"PK\x03\x04"  # of an `.npz` file
 TSV_COLUMNS = {
     "tsv": ("image_id", "image_w", "image_h", "num_boxes", "boxes", "features"),
     "lxmert": (
@@ -95,9 +101,14 @@ class RegionFeatures:
         Boxes may exceed the image by `TOLERANCE`, since some projects count pixels from 1 or round. Empty boxes are
         accepted, normalised ones are not.
         """
+        columns = self.columns()
+        if len(self.image_size) != 2 or self.boxes.shape != (len(self), 4) or self.features.ndim != 2:
+            raise UserError(
+                f"{where}: the shapes of image_size {[len(self.image_size)]}, boxes {[*self.boxes.shape]} and features "
+                f"{[*self.features.shape]} must be [2], [regions, 4] and [regions, values]; extract the image again"
+            )
         height, width = self.image_size
         size = np.array([width, height], dtype=np.float32)
-        columns = self.columns()
         scores = [columns[name] for name in ("scores", "attribute_scores") if name in columns]
         values = [*columns.values()] if self.image_feature is None else [*columns.values(), self.image_feature]
         problem = None
@@ -139,7 +150,7 @@ def save_npz(file: Path | BinaryIO, record: RegionFeatures, stamp: dict[str, Any
 
 def load_npz(file: Path | BinaryIO, where: str | None = None) -> RegionFeatures:
     """Read regions written by `save_npz`; `where` names the file in error messages."""
-    damage = (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile, zlib.error)
+    damage = (ValueError, TypeError, KeyError, OSError, EOFError, zipfile.BadZipFile, zlib.error)
     with reading(where or file, *damage), np.load(file, allow_pickle=False) as arrays:
         names = [name for name in ("image_feature", *OPTIONAL_COLUMNS) if name in arrays]
         return RegionFeatures(
@@ -187,10 +198,14 @@ def open_features(path: str | Path) -> FeatureStore:
     path = user_path(path)
     if not path.exists():
         raise MissingFileError(f"{path} does not exist; extract the region features with e2e-vl extract")
+    if (path / LMDB_FILE).is_file():
+        return LmdbStore(path)
+    if path.is_dir():
+        return NpzStore(path)
     kinds = {".tsv": TsvStore, ".h5": Hdf5Store, ".hdf5": Hdf5Store, ".lmdb": LmdbStore}
-    if path.suffix not in kinds and not path.is_dir():
+    if path.suffix.lower() not in kinds:
         raise UserError(f"{path}: region features must be a folder of .npz files or end in {', '.join(kinds)}")
-    return NpzStore(path) if path.is_dir() else kinds[path.suffix](path)
+    return kinds[path.suffix.lower()](path)
 
 
 class NpzStore(FeatureStore):
@@ -199,17 +214,19 @@ class NpzStore(FeatureStore):
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rows = npz_names(path)
+        if not self.rows:
+            raise UserError(f"{path}: the folder has no .npz files of region features")
         stamp = path / STAMP_NAME
         self.stamp = read_json(stamp, dict[str, Any]) if stamp.is_file() else None
 
     def read(self, image_id: str) -> RegionFeatures:
-        return load_npz(self.path / f"{self.rows[image_id]}.npz")
+        return load_npz(self.path / self.rows[image_id])
 
 
 def npz_names(folder: Path) -> dict[str, str]:
-    """Image id -> path of its `.npz` file in a folder, relative to it and without suffix, in the order of the paths."""
-    names = sorted(file.relative_to(folder).as_posix().removesuffix(".npz") for file in folder.rglob("*.npz"))
-    return {unquote(name): name for name in names}
+    """Image id -> path of its `.npz` file in a folder, relative to it, in the order of the ids."""
+    files = [file.relative_to(folder) for file in files_in(folder, (".npz",))]
+    return {unquote(file.with_suffix("").as_posix()): file.as_posix() for file in sorted(files)}
 
 
 def sidecar_path(path: Path) -> Path:
@@ -251,6 +268,9 @@ class TsvStore(FeatureStore):
         title = f"indexing {self.path.name}"
         with self.path.open("rb") as file, tqdm(total=size, desc=title, unit="B", unit_scale=True, delay=1) as bar:
             for line in file:
+                if position == 0:
+                    mark = len(codecs.BOM_UTF8) if line.startswith(codecs.BOM_UTF8) else 0
+                    line, position = line[mark:], mark
                 offsets[line.split(b"\t", 1)[0].decode("utf-8", "replace")] = position
                 position += len(line)
                 bar.update(len(line))
@@ -289,15 +309,50 @@ class Hdf5Store(FeatureStore):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with reading(path, OSError, KeyError), import_optional("h5py").File(path, "r") as file:
-            self.rows = {one.decode(): row for row, one in enumerate(file["ids"][:])}
-            self.starts, self.sizes = file["starts"][:].astype(np.int64), file["image_sizes"][:].astype(np.int64)
+        with reading(path, OSError, KeyError, ValueError, TypeError), import_optional("h5py").File(path, "r") as file:
+            ids = [one.decode() if isinstance(one, bytes) else str(one) for one in file["ids"][:]]
+            self.starts = file["starts"][:].astype(np.int64)
+            self.sizes = file["image_sizes"][:].astype(np.int64)
             self.stamp = json.loads(file.attrs["stamp"]) if "stamp" in file.attrs else None
+            counts = {name: len(file[name]) for name in ("boxes", "features", *OPTIONAL_COLUMNS) if name in file}
+            digest = file.attrs.get("index_sha256")
+        self.rows = {image_id: row for row, image_id in enumerate(ids)}
+        self._check_index(ids, counts)
+        if digest is not None and digest != _index_digest(ids, self.sizes, self.starts):
+            raise UserError(f"{path}: ids, image_sizes or starts have changed since it was written; extract it again")
+
+    def _check_index(self, ids: list[str], counts: dict[str, int]) -> None:
+        """Raise a UserError unless each image has its own rows in all columns."""
+        number = len(ids)
+        if len(self.rows) < number:
+            require_unique(ids, f"{self.path}: image")
+        shapes = {"image_sizes": (self.sizes.shape, (number, 2)), "starts": (self.starts.shape, (number + 1,))}
+        for name, (shape, expected) in shapes.items():
+            if shape != expected:
+                raise UserError(
+                    f"{self.path}: {name} has the shape {[*shape]}, but {number} ids need {[*expected]}; write it again"
+                )
+        if self.starts[0] != 0:
+            raise UserError(f"{self.path}: starts begins at {self.starts[0]} instead of 0; write it again")
+        descending = np.flatnonzero(np.diff(self.starts) < 0)
+        if len(descending):
+            row = int(descending[0])
+            raise UserError(
+                f"{self.path}: image {ids[row]} would end at row {self.starts[row + 1]}, before its start at "
+                f"{self.starts[row]}; write it again"
+            )
+        for name, count in counts.items():
+            if self.starts[-1] != count:
+                row = max(int(np.searchsorted(self.starts, count, side="right")) - 1, 0)
+                raise UserError(
+                    f"{self.path}: starts ends at row {self.starts[-1]}, but {name} has {count} rows, which is wrong "
+                    f"from image {ids[min(row, number - 1)]} on; write it again"
+                )
 
     def read(self, image_id: str) -> RegionFeatures:
         file, row = _open(import_optional("h5py").File, self.path), self.rows[image_id]
         rows = slice(self.starts[row], self.starts[row + 1])
-        with reading(f"{self.path}: image {image_id}", OSError, KeyError):
+        with reading(f"{self.path}: image {image_id}", OSError, KeyError, ValueError, TypeError):
             names = [name for name in OPTIONAL_COLUMNS if name in file]
             columns = {name: to_column(name, file[name][rows]) for name in ("boxes", "features", *names)}
             if "image_feature" in file:
@@ -305,25 +360,44 @@ class Hdf5Store(FeatureStore):
         return RegionFeatures(image_id=image_id, image_size=tuple(self.sizes[row].tolist()), **columns)
 
 
+def _index_digest(ids: Iterable[str], sizes: np.ndarray, starts: np.ndarray) -> str:
+    """SHA-256 of what says which rows belong to which image."""
+    content = json.dumps([[*ids], np.asarray(sizes).tolist(), np.asarray(starts).tolist()])
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
 class LmdbStore(FeatureStore):
-    """One LMDB file."""
+    """One LMDB file, or a folder with it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with reading(path, import_optional("lmdb").Error), _open(_lmdb_environment, path).begin() as transaction:
+        self._file = path / LMDB_FILE if path.is_dir() else path
+        with reading(path, import_optional("lmdb").Error), _open(_lmdb_environment, self._file).begin() as transaction:
             keys = (key for key in transaction.cursor().iternext(values=False) if key != STAMP_KEY)
-            self.rows = {key.decode(): key for key in keys}
+            self.rows = {key.decode("utf-8", "replace"): key for key in keys}
             stamp = transaction.get(STAMP_KEY)
+            first = next((transaction.get(key) for key in self.rows.values()), b"")
+        if first and not first.startswith(ZIP_START):
+            raise UserError(
+                f"{path}: an LMDB file of another project, such as MMF, whose values are pickles instead of .npz "
+                "files; extract the features with e2e-vl extract, or convert its values to .npz files"
+            )
         self.stamp = None if stamp is None else json.loads(stamp)
 
     def read(self, image_id: str) -> RegionFeatures:
-        with _open(_lmdb_environment, self.path).begin() as transaction:
+        with _open(_lmdb_environment, self._file).begin() as transaction:
             content = transaction.get(self.rows[image_id])
         return load_npz(io.BytesIO(content), f"{self.path}: image {image_id}")
 
 
 def _lmdb_environment(path: Path) -> Any:
-    return import_optional("lmdb").open(str(path), subdir=False, readonly=True, lock=False, readahead=False)
+    """Open a file that has all its pages: reading a missing one would end the process (SIGBUS)."""
+    environment = import_optional("lmdb").open(str(path), subdir=False, readonly=True, lock=False, readahead=False)
+    expected = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
+    if path.stat().st_size < expected:
+        environment.close()
+        raise UserError(f"{path}: cut off at {path.stat().st_size} of {expected} bytes; copy or download it again")
+    return environment
 
 
 _handles: dict[Path, tuple[tuple[int, int], Any]] = {}
@@ -407,6 +481,7 @@ def write_hdf5(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, A
         _append(file, "ids", np.array(ids))
         _append(file, "image_sizes", np.array(sizes, dtype=np.int64).reshape(-1, 2))
         _append(file, "starts", np.array(starts, dtype=np.int64))
+        file.attrs["index_sha256"] = _index_digest((one.decode() for one in ids), sizes, starts)
 
 
 def _append(file: Any, name: str, rows: np.ndarray) -> None:
@@ -445,7 +520,7 @@ FORMATS = ("npz", *SUFFIXES)  # the .npz files are written during extraction
 
 def check_format(layout: str, path: Path) -> None:
     """Check the file name and the required package before hours of extraction."""
-    if layout != "npz" and path.suffix not in SUFFIXES[layout]:
+    if layout != "npz" and path.suffix.lower() not in SUFFIXES[layout]:
         raise UserError(f"{path}: a file in the format {layout} must end in {' or '.join(SUFFIXES[layout])}")
     if layout in PACKAGES:
         import_optional(PACKAGES[layout])

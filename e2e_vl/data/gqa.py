@@ -29,7 +29,7 @@ from e2e_vl.data.box_checks import require_pixels
 from e2e_vl.data.coco import CocoInstances, open_instances
 from e2e_vl.data.config import GQAOptions
 from e2e_vl.data.tables import SerializedDict, SerializedList, SkippedRecords, stream_dict
-from e2e_vl.io import Pixel, Record, Side, Words
+from e2e_vl.io import Pixel, Record, Side, Words, files_in
 from e2e_vl.samples import AnnotatedObjects, CorrectAnswer, SampleImage, SampleText
 
 logger = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ def find_pieces(path: str | Path) -> list[Path]:
         return [path]
     folder = path if path.is_dir() else path.with_suffix("")
     numbered = {}
-    for piece in folder.glob("*.json") if folder.is_dir() else ():
+    for piece in files_in(folder, (".json",), deep=False) if folder.is_dir() else ():
         if found := re.fullmatch(rf"{re.escape(folder.name)}_([0-9]+)", piece.stem):
             numbered[int(found[1])] = piece
     if not numbered or len(numbered) <= max(numbered):

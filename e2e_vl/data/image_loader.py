@@ -191,7 +191,7 @@ def open_boxes(
     files: Sequence[Path], selection: SelectionRule, *, with_features: bool, limit: int | None = None
 ) -> BoxReader:
     """Open box files of one format: `.json` is MAttNet's, all others are region features; see `StoredBoxes`."""
-    if files[0].suffix != ".json":
+    if files[0].suffix.lower() != ".json":
         stores = [open_features(path) for path in files]
         return StoredBoxes(stores, selection, with_features=with_features, limit=limit)
     if with_features:

@@ -81,7 +81,7 @@ class PhotoIds:
         of it, a JSON list of ids, or a text file whose lines begin with a path or an id, such as the lists of bottom-up
         attention (`VG_100K_2/2400861.jpg xml/2400861.xml`). `space` is the data set of ambiguous ids: "coco" or "vg".
         """
-        if path.suffix == ".json":
+        if path.suffix.lower() == ".json":
             content = read_json(path, list[_GenomePhoto | Id] | _ImagesFile)
             rows = content.images if isinstance(content, _ImagesFile) else content
         else:

@@ -98,7 +98,7 @@ class Expression(TextRecord, array_like=True):
 def read_refs(path: str | Path) -> list[Ref]:
     """Read the list in a refs file (`.p` or `.json`)."""
     path = user_path(path)
-    if path.suffix == ".json":
+    if path.suffix.lower() == ".json":
         return read_json(path, list[Ref])
     try:
         content = read_pickle(path, encoding="utf-8")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import logging
 import urllib.request
 from collections.abc import Sequence
 from http.client import HTTPException
@@ -23,8 +24,10 @@ from detector.io import read_json
 from e2e_vl.data.box_checks import require_pixels
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.vcr import Outlines
-from e2e_vl.io import FourNumbers, Id, Name, Pixel, Record, box_corners, read_text
+from e2e_vl.io import FourNumbers, Id, Name, Pixel, Record, box_corners, files_in, read_text
 from e2e_vl.samples import AnnotatedObjects, ImageBytes
+
+logger = logging.getLogger(__name__)
 
 ImageFile = Path | ImageBytes
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
@@ -125,7 +128,7 @@ class _GivenDetection(Record):
     image_id: Id
     bbox: FourNumbers | None = None  # COCO's results
     box: FourNumbers | None = None  # MAttNet's
-    det_id: int | None = None
+    det_id: Id | None = None
 
 
 _Corners = Annotated[list[Pixel], Meta(min_length=4, max_length=5)]  # x1, y1, x2, y2 and optionally a score
@@ -150,7 +153,7 @@ class GivenBoxes:
     """Boxes of one image, in file order."""
 
     boxes: np.ndarray  # float64 [R, 4], continuous xyxy in pixels of the original image
-    ids: np.ndarray  # int64 [R], annotation ids, or the row in the file for detections without `det_id`
+    ids: np.ndarray  # int64 [R], annotation ids, or the row in the file, see `read_given_boxes`
 
 
 def list_images(source: str | Path, root: str | Path | None = None) -> list[ListedImage]:
@@ -164,11 +167,10 @@ def list_images(source: str | Path, root: str | Path | None = None) -> list[List
     """
     source = user_path(source)
     if source.is_dir():
-        paths = sorted(path for path in source.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())
-        images = [ListedImage(_id(path.relative_to(source)), path) for path in paths]
+        images = [ListedImage(_id(path.relative_to(source)), path) for path in files_in(source, IMAGE_SUFFIXES)]
     else:
         root = user_path(root) if root is not None else source.parent
-        if source.suffix == ".json":
+        if source.suffix.lower() == ".json":
             rows = read_json(source, _ImagesFile).images
             images = [ListedImage(str(row.id), root / row.file_name) for row in rows]
         else:
@@ -195,23 +197,35 @@ def read_given_boxes(path: str | Path) -> dict[str, GivenBoxes]:
     """Boxes by image id from a COCO instances file or from a list of detections.
 
     Detections are objects with `image_id` and `bbox` (COCO's results) or `box` (MAttNet), both [x, y, width, height].
-    All boxes are kept, including crowds and low scores. Empty boxes in an instances file are skipped and logged.
+    All boxes are kept, including crowds and low scores. Empty boxes in an instances file are skipped and logged. If ids
+    of boxes are strings, all boxes are numbered as in the file, since feature files have integers.
     """
     path = user_path(path)
-    rows: dict[str, list[tuple[FourNumbers, int]]] = {}
+    rows: list[tuple[str, FourNumbers, Id | None]] = []
     if isinstance(read_json(path), list):
-        for number, row in enumerate(read_json(path, list[_GivenDetection])):
-            box = box_corners(row.box or row.bbox or (0, 0, 0, 0), f"{path}: detection {number}")
-            rows.setdefault(str(row.image_id), []).append((box, number if row.det_id is None else row.det_id))
-        require_pixels(np.array([box for detections in rows.values() for box, _ in detections]), str(path))
+        for number, detection in enumerate(read_json(path, list[_GivenDetection])):
+            box = box_corners(detection.box or detection.bbox or (0, 0, 0, 0), f"{path}: detection {number}")
+            rows.append((str(detection.image_id), box, detection.det_id))
+        require_pixels(np.array([box for _, box, _ in rows]), str(path))
+        image_ids = [image_id for image_id, _, _ in rows]
     else:
-        rows = {str(image.id): [(one.box, one.id) for one in image.objects] for image in CocoInstances(path).images}
+        images = CocoInstances(path).images
+        image_ids = [str(image.id) for image in images]
+        for image_id, image in zip(image_ids, images, strict=True):
+            rows += [(image_id, annotated.box, annotated.id) for annotated in image.objects]
+    words = [box_id for _, _, box_id in rows if isinstance(box_id, str)]
+    if words:
+        logger.warning("%s: boxes are numbered as in the file, because ids such as %r are no integers.", path, words[0])
+    boxes: dict[str, list[FourNumbers]] = {image_id: [] for image_id in image_ids}
+    ids: dict[str, list[int]] = {image_id: [] for image_id in image_ids}
+    for number, (image_id, box, box_id) in enumerate(rows):
+        boxes[image_id].append(box)
+        ids[image_id].append(number if words or box_id is None else box_id)
     return {
         image_id: GivenBoxes(
-            np.array([box for box, _ in own], dtype=np.float64).reshape(-1, 4),
-            np.array([box_id for _, box_id in own], dtype=np.int64),
+            np.array(image_boxes, dtype=np.float64).reshape(-1, 4), np.array(ids[image_id], dtype=np.int64)
         )
-        for image_id, own in rows.items()
+        for image_id, image_boxes in boxes.items()
     }
 
 
@@ -234,7 +248,7 @@ def read_boxes(words: Sequence[str], source: str = "--boxes") -> AnnotatedObject
 
 
 def _read_file(path: Path) -> AnnotatedObjects:
-    if path.suffix == ".npz":
+    if path.suffix.lower() == ".npz":
         try:
             with np.load(path, allow_pickle=False) as file:
                 content = _BoxesFile(file["boxes"].tolist())

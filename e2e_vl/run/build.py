@@ -102,7 +102,7 @@ def load_answers(config: RunConfig) -> list[str]:
         return count_frequent_answers(given, settings.min_answer_count, task.canonical_answer)
     path = user_path(settings.answers or Path(config.data.root, config.data.files["answers"]), "task.config.answers")
     answers = read_answers(path)
-    return [task.parse_official_answer(answer) for answer in answers] if path.suffix == ".txt" else answers
+    return [task.parse_official_answer(answer) for answer in answers] if path.suffix.lower() == ".txt" else answers
 
 
 def count_frequent_answers(most_frequent: Mapping[Any, str], min_count: int, spell: Callable[[str], str]) -> list[str]:

@@ -345,6 +345,22 @@ def test_shards_that_cannot_be_used(tmp_path):
             ShardCaptions(path.parent, tmp_path)
 
 
+def test_two_files_of_a_kind_in_a_record_are_named(tmp_path):
+    for number, name in enumerate(("a.jpg", "a.png", "a.txt")):
+        folder = tmp_path / str(number)
+        write(folder / "00000.tar", [*record("a", "one"), (name, b"two")])
+        with refused("00000.tar", "the record /a has two files", name):
+            ShardCaptions(folder, tmp_path)
+
+
+def test_files_of_macos_in_shards_and_beside_them_are_left_out(tmp_path):
+    path = write(tmp_path / "cc" / "00000.tar", [("._a.jpg", b"\0\5"), ("._a.txt", b"\0\5"), *record("a", "one")])
+    (path.parent / "._00000.tar").write_bytes(b"\0\5")
+    for shards in (path.parent, path.parent / "*.tar"):
+        source = ShardCaptions(shards, tmp_path)
+        assert [source.caption(text) for text in range(len(source.groups))] == ["one"]
+
+
 BOXES = np.array([[0, 0, 10, 10], [5, 5, 20, 15], [1, 2, 3, 4]], dtype=np.float32)
 CLASSES = np.array([[0.1, 0.6, 0.3], [0.8, 0.1, 0.1], [0.0, 0.3, 0.7]], dtype=np.float32)
 FEATURES = np.arange(12, dtype=np.float32).reshape(3, 4)

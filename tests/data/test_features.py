@@ -8,6 +8,8 @@ import multiprocessing
 import pickle
 from pathlib import Path
 
+import h5py
+import lmdb
 import numpy as np
 import pytest
 
@@ -141,6 +143,72 @@ def test_damaged_and_missing_files_are_named(name: str, content: bytes, tmp_path
         open_features(path)["1"]
 
 
+@pytest.mark.parametrize("layout", FILES)
+def test_names_in_upper_case_and_files_of_macos(layout: str, tmp_path: Path, records):
+    path = write(layout, tmp_path, records)
+    if layout == "npz":
+        (path / "42.npz").rename(path / "42.NPZ")
+        (path / "._42.npz").write_bytes(b"\0\5\x16\7")
+    else:
+        path = path.rename(path.with_suffix(path.suffix.upper()))
+    store = open_features(path)
+    assert sorted(store.ids) == sorted(record.image_id for record in records) and len(store["42"]) == 5
+
+
+def test_a_tsv_file_with_a_byte_order_mark(tmp_path: Path, records):
+    path = write("tsv", tmp_path, records)
+    sidecar_path(path).unlink()
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert len(TsvStore(path)["val/7"]) == 3
+
+
+def test_folders_without_features_and_lmdb_files_in_folders(tmp_path: Path, records):
+    with refused("no .npz files"):
+        open_features(tmp_path)
+    folder = tmp_path / "detectron.lmdb"
+    folder.mkdir()
+    write("lmdb", tmp_path / "x", records).rename(folder / "data.mdb")
+    assert len(open_features(folder)["42"]) == 5
+    with lmdb.open(str(tmp_path / "mmf"), map_size=2**20) as other, other.begin(write=True) as transaction:
+        transaction.put(b"42", pickle.dumps({"features": np.zeros((2, 6))}))
+        transaction.put(b"keys", pickle.dumps([b"42"]))
+    with refused("mmf: an LMDB file of another project"):
+        open_features(tmp_path / "mmf")
+
+
+def test_an_lmdb_file_that_was_cut_off_is_refused(tmp_path: Path, records):
+    """Reading a page that is missing would end the process."""
+    path = write("lmdb", tmp_path, records)
+    whole = path.read_bytes()
+    for size in (len(whole) - 1, len(whole) // 2, 10_000):
+        path.write_bytes(whole[:size])
+        with refused(f"f.lmdb: cut off at {size} of {len(whole)} bytes"):
+            open_features(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "part"),
+    [
+        ("starts", lambda starts: [0, 3, -8, 8, 9], "image 42 would end at row -8"),
+        ("starts", lambda starts: [0, 8, 3, 8, 9], "image 42 would end at row 3"),
+        ("starts", lambda starts: starts + 1, "begins at 1"),
+        ("starts", lambda starts: [0, 3, 8, 8, 99], "wrong from image 9 on"),
+        ("starts", lambda starts: starts[1:], "starts has the shape [4], but 4 ids need [5]"),
+        ("ids", lambda ids: ids[1:], "image_sizes has the shape [4, 2], but 3 ids need [3, 2]"),
+        ("ids", lambda ids: [ids[0], *ids[:3]], "image val/7 is listed twice"),
+        ("ids", lambda ids: [*ids[1:], ids[0]], "have changed since"),  # each image would have its neighbour's features
+    ],
+)
+def test_an_index_of_hdf5_that_contradicts_its_rows_is_refused(name, change, part, tmp_path: Path, records):
+    path = write("hdf5", tmp_path, records)
+    with h5py.File(path, "r+") as file:
+        values = np.array(change(file[name][:]))
+        del file[name]
+        file[name] = values
+    with refused("f.h5", part):
+        open_features(path)
+
+
 def test_damaged_values_of_an_hdf5_file_are_found(tmp_path: Path, records):
     path = write("hdf5", tmp_path, records)
     whole, values = path.read_bytes(), records[1].features.tobytes()
@@ -175,6 +243,9 @@ def record(image_id: str = "1", **changes) -> RegionFeatures:
         {"boxes": BOXES * 2},
         {"boxes": BOXES - 2},
         {"boxes": BOXES[:1]},
+        {"boxes": BOXES[0]},
+        {"features": np.ones(2, np.float32)},
+        {"image_size": (30, 40, 3)},
         {"scores": np.array([0.1, 7.0], np.float32)},
         {"attribute_scores": np.array([-0.1, 0.5], np.float32)},
         {"boxes": BOXES / np.float32([40, 30, 40, 30])},  # normalised

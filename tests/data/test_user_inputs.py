@@ -30,7 +30,7 @@ from tests.data.helpers import refused
 
 def test_images_of_a_folder(tmp_path):
     (tmp_path / "sub").mkdir()
-    for name in ("b.JPG", "sub/a.png", "x.1.jpeg", "notes.txt"):
+    for name in ("b.JPG", "sub/a.png", "x.1.jpeg", "notes.txt", "._b.jpg", "sub/._a.png"):
         (tmp_path / name).touch()
     found = [(image.id, image.path.name) for image in list_images(tmp_path)]
     assert found == [("b", "b.JPG"), ("sub/a", "a.png"), ("x.1", "x.1.jpeg")]
@@ -77,6 +77,19 @@ def test_given_boxes_of_detections(tmp_path):
         (tmp_path / "d.json").write_text(json.dumps([{"image_id": 1, **row}]))
         with refused("d.json", part):
             read_given_boxes(tmp_path / "d.json")
+
+
+def test_boxes_with_words_as_ids_are_numbered(tiny, tmp_path, caplog):
+    rows = [
+        {"image_id": "a", "bbox": [1, 2, 3, 4], "det_id": "x"},
+        {"image_id": "a", "bbox": [5, 5, 4, 4], "det_id": 7},
+    ]
+    (tmp_path / "d.json").write_text(json.dumps(rows))
+    assert read_given_boxes(tmp_path / "d.json")["a"].ids.tolist() == [0, 1]
+    for row in tiny.instances["annotations"]:
+        row["id"] += 2**70
+    assert read_given_boxes(tiny.write().instances_file)["9"].ids.tolist() == [4, 5]
+    assert [record.getMessage().partition(": ")[2][:18] for record in caplog.records] == ["boxes are numbered"] * 2
 
 
 def test_given_boxes_of_instances(tiny):
