@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import ipaddress
 import os
 import sys
 
 from detector.errors import UserError
 from e2e_vl.cli.main import make_parser, print_errors
+from e2e_vl.explorer.hosts import LOOPBACK, is_loopback
 from e2e_vl.io import find_run
-
-LOOPBACK = "127.0.0.1"
 
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -66,11 +64,3 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     print(f"{address}  (Ctrl+C to quit)", flush=True)
     page.block_thread()
     return 0
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -8,6 +8,7 @@ Shape legend: see `e2e_vl/structures.py`; also
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -25,9 +26,11 @@ from e2e_vl.predictions import Box
 from e2e_vl.samples import ImageBytes, Question
 from e2e_vl.structures import AttentionBlock, Batch, ModelOutput
 
+logger = logging.getLogger(__name__)
 # about the size on the page, so that labels are not scaled down; at least the minimum size of `e2e_vl.drawing`
 DISPLAY_SIZE = ResizeRule(600, 640)
 MAX_EXAMPLES = 12
+MAX_TEXT_LENGTH = 500  # characters
 REPOOLED_NOTE = (
     "The detector of this run pools features from its proposals before it refines them (FEATURES_OF: proposal). The "
     "explorer pools them from the refined boxes, with and without masked regions, so that the two answers can be "
@@ -151,7 +154,22 @@ def find_examples(model: TrainedModel) -> list[tuple[Path, str]]:
                     texts[name] = max(texts.get(name, ""), record.get("text", ""), key=len)
     if model.tokenizer.mask_token in model.network.task.example_call:
         texts = {name: re.sub(r"\w+(\W*)$", rf"{model.tokenizer.mask_token}\1", text) for name, text in texts.items()}
-    return [(Path(name), text) for name, text in texts.items() if text and Path(name).is_file()]
+    files = [(Path(name), text) for name, text in texts.items() if text and Path(name).is_file()]
+    problems = {file: find_photo_problem(file) for file, _ in files}
+    refused = [problem for problem in problems.values() if problem]
+    if refused:  # the page serves these files, and the run may be a stranger's
+        more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
+        logger.warning("%s: an example is left out, because it is not an image: %s%s", model.source, refused[0], more)
+    return [(file, text) for file, text in files if not problems[file]]
+
+
+def find_photo_problem(path: Path) -> str:
+    """Why a file cannot be read as an image; "" if it can."""
+    try:
+        read_photo(path)
+    except (ValueError, OSError) as error:
+        return str(error)
+    return ""
 
 
 class Explorer:
@@ -172,6 +190,8 @@ class Explorer:
         """The session after asking a text about its photo; no region is masked."""
         if session.photo is None:
             raise UserError("There is no photo yet; upload an image first.")
+        if len(text) > MAX_TEXT_LENGTH:  # the page's own limit does not bind a program
+            raise UserError(f"The text has {len(text):,} characters; write at most {MAX_TEXT_LENGTH}.")
         found = self.inspect(session.photo, text)
         if self._repools:
             found = self.inspect(session.photo, text, found)

@@ -12,12 +12,22 @@ from typing import Any
 
 import gradio as gr
 import numpy as np
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from e2e_vl.explorer.session import Explorer, Inspection, Session, draw_answer, draw_regions, read_photo
+from e2e_vl.explorer.hosts import allowed_hosts
+from e2e_vl.explorer.session import (
+    MAX_TEXT_LENGTH,
+    Explorer,
+    Inspection,
+    Session,
+    draw_answer,
+    draw_regions,
+    read_photo,
+)
 
 MASK_REGION, SHOW_ATTENTION = "mask it, or show it again", "show its attention"  # effects of clicking a region
 MEAN = "mean of all heads"
-MAX_TEXT_LENGTH = 500  # characters
 MAX_PHOTO_MEGABYTES = 20  # of an uploaded photo
 SESSION_SECONDS = 3600  # lifetime of a session after its last change, and minimum lifetime of photos
 MAX_SESSIONS = 50  # maximum number of sessions in memory
@@ -154,7 +164,7 @@ def _connect(
 def serve(page: gr.Blocks, *, host: str, port: int | None) -> str:
     """Start the server in background threads, until `page.close()`, and return its address; `port` None: any free one.
 
-    No public link is created.
+    No public link is created. Requests for other names than those of `allowed_hosts` are refused.
     """
     page.queue(max_size=_MAX_QUEUE, default_concurrency_limit=1)
     _, address, _ = page.launch(
@@ -168,6 +178,7 @@ def serve(page: gr.Blocks, *, host: str, port: int | None) -> str:
         run_history=False,
         state_session_capacity=MAX_SESSIONS,
         quiet=True,
+        app_kwargs={"middleware": [Middleware(TrustedHostMiddleware, allowed_hosts=allowed_hosts(host))]},
         css_paths=Path(__file__).with_name("page.css"),
         theme=gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"]),  # nothing is downloaded
     )

@@ -15,6 +15,7 @@ from e2e_vl import __version__
 from e2e_vl.cli import explore, synthesize
 from e2e_vl.cli.main import COMMANDS, main, print_errors
 from e2e_vl.config import load_config, save_config
+from e2e_vl.explorer.hosts import allowed_hosts
 from tests.conftest import ROOT
 
 SCRIPTS = sorted(f"tools/{path.name}" for path in (ROOT / "tools").glob("*.py") if path.stem != "benchmark")
@@ -171,6 +172,7 @@ def test_faults_of_the_program_keep_their_traceback(error: Exception):
 def test_the_page_is_open_to_this_machine_only_unless_that_is_asked_for(capsys):
     assert all(map(explore.is_loopback, ("127.0.0.1", "127.8.0.1", "::1", "localhost")))
     assert not any(map(explore.is_loopback, ("0.0.0.0", "::", "192.168.1.7", "localhost.example.org", "")))
+    assert [allowed_hosts(host)[-1] for host in ("127.0.0.1", "::1", "0.0.0.0")] == ["127.0.0.1", "::1", "*"]
     assert explore.main(["--run", "nowhere", "--host", "0.0.0.0"]) == 2
     assert "--open-to-network" in capsys.readouterr().err
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import e2e_vl
+from detector.errors import UserError
 from detector.images import mask_rectangles, normalise_images
 from e2e_vl.drawing import PALETTE
 from e2e_vl.explorer.session import GREY, Explorer, Session, draw_answer, draw_regions, read_photo
@@ -94,6 +96,24 @@ def test_examples_are_photos_of_the_run_with_their_longest_texts(trained_run, ex
     examples = dict(explorer.examples)
     assert 0 < len(examples) <= 12 and list(examples) == [Path(name) for name in texts][: len(examples)]
     assert all(len(text) == max(map(len, texts[str(file)])) for file, text in examples.items())
+
+
+def test_a_run_that_names_files_that_are_no_images_does_not_show_them(trained_run, tmp_path, caplog):
+    """The page would serve them: a stranger's run may name any file."""
+    shutil.copytree(trained_run.path, tmp_path / "run")
+    (tmp_path / "secret.png").write_text("a password")
+    [predictions] = sorted((tmp_path / "run").glob("predictions_*.json"))[:1]
+    shown = predictions_of(tmp_path / "run", predictions.stem.removeprefix("predictions_"))
+    first, second = list(dict.fromkeys(record["file_name"] for record in shown))[:2]
+    predictions.write_text(predictions.read_text().replace(first, str(tmp_path / "secret.png")))
+    files = [file for file, _ in Explorer(e2e_vl.load(tmp_path / "run", device="cpu")).examples]
+    assert files[0] == Path(second) and tmp_path / "secret.png" not in files
+    assert "secret.png" in caplog.text
+
+
+def test_long_texts_are_refused(explorer, record):
+    with pytest.raises(UserError, match="The text has 501 characters; write at most 500"):
+        ask(explorer, record["file_name"], "a" * 501)
 
 
 def test_the_pixels_of_masked_regions_have_the_mean_colour_before_the_detector(explorer, asked, monkeypatch):

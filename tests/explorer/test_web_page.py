@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import requests
 import torch
 from PIL import Image
 
@@ -81,6 +82,12 @@ def test_a_program_asks_masks_and_is_refused(address, asked, tmp_path):
     (tmp_path / "damaged.png").write_bytes(asked.file.read_bytes()[:500])
     problem = visitor.predict(handle_file(tmp_path / "damaged.png"), "", api_name="/photo")[PROBLEM]
     assert "damaged" in problem["value"] and problem["visible"]
+
+
+@pytest.mark.parametrize(("name", "status"), [("localhost", 200), ("127.0.0.1:80", 200), ("evil.example", 400)])
+def test_other_names_than_those_of_this_machine_are_refused(address, name, status):
+    """DNS rebinding: a web site whose name leads to this machine."""
+    assert requests.get(address, headers={"Host": name}, timeout=20).status_code == status
 
 
 @pytest.fixture(scope="module")
