@@ -14,6 +14,8 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from detector.errors import UserError, user_path
 from e2e_vl.config import BoxSource, DataSettings
 from e2e_vl.data.tables import SerializedList, TextGroups, require_unique
@@ -112,6 +114,16 @@ class VLDataset(abc.ABC):
         """The keys of the images of `image_ids`, in the same order."""
         return (ImageKey(0, image_id) for image_id in self.image_ids())
 
+    def photos(self) -> Iterable[tuple[Hashable, str]]:
+        """Where each image of `image_keys` lies, and its name there; two splits of a data set that share a photo have
+        an item in common.
+        """
+        return ((None, image_id) for image_id in self.image_ids())
+
+    def contents(self) -> Iterable[np.ndarray | list[Any]]:
+        """What was read of the texts and images, in their order and without paths, for `tables.fingerprint`."""
+        return (list(texts) for texts in self.groups)
+
     def check_classes(self, num_classes: int, detector_names: Sequence[str] | None = None) -> None:
         """Check that the classes of the annotated objects match the detector's class indices.
 
@@ -208,6 +220,8 @@ class RecordDataset(VLDataset):
         self.texts = records if isinstance(records, SerializedList) else SerializedList(records, type(records[0]))
         splits = splits or [JoinedSplit("", len(records), None)]
         self._split_ends = list(itertools.accumulate(split.num_texts for split in splits))
+        # without images, only the features say where images come from
+        self._photo_places = [split.files if split.images is None else split.images for split in splits]
         numbers: dict[Hashable, int] = {}
         source_of = [numbers.setdefault(split.source, len(numbers)) for split in splits]
         names = ((source_of[self.part_of(text)], record.image_names) for text, record in enumerate(records))
@@ -233,6 +247,12 @@ class RecordDataset(VLDataset):
             part = self.part_of(texts[0])
             for name in self.texts[texts[0]].image_names:
                 yield ImageKey(part, name)
+
+    def photos(self) -> Iterable[tuple[Hashable, str]]:
+        return ((self._photo_places[key.part], key.id) for key in self.image_keys())
+
+    def contents(self) -> Iterable[np.ndarray]:
+        yield self.texts.encoded
 
     def truths(self) -> Iterable[Any]:
         return (record.truth for record in self.texts)

@@ -6,6 +6,7 @@ import atexit
 import dataclasses
 import functools
 import io
+import itertools
 import logging
 import multiprocessing
 import pickle
@@ -23,7 +24,7 @@ from detector.images import make_image_batch
 from detector.structures import DetectionTargets, ImageBatch, PrecomputedFeatures
 from e2e_vl.data.base import VLDataset
 from e2e_vl.data.image_loader import ImageLoader
-from e2e_vl.data.tables import TextGroups
+from e2e_vl.data.tables import TextGroups, fingerprint
 from e2e_vl.examples import (
     DetectionObjects,
     Example,
@@ -483,6 +484,11 @@ class ExampleDataset(Dataset):
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+    def fingerprint(self) -> str:
+        """A hash of the records that were read, but of no image: it tells whether a split has changed."""
+        reader = self.loader.box_reader
+        return fingerprint(itertools.chain(self.dataset.contents(), () if reader is None else reader.contents()))
 
     def __getitem__(self, request: Request) -> Example:
         """Load the request's image once, with all texts of the request."""

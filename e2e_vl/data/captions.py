@@ -73,6 +73,10 @@ class CaptionSource(abc.ABC):
         """The index of the joined split that the image belongs to."""
         return 0
 
+    @abc.abstractmethod
+    def contents(self) -> Iterable[np.ndarray]:
+        """What was read, see `VLDataset.contents`."""
+
     def image_size(self, group: int) -> tuple[int, int] | None:
         """(height, width) according to the annotations, or None."""
         return None
@@ -161,6 +165,9 @@ class CocoCaptions(CaptionSource):
     def part(self, group: int) -> int:
         return self._images[group].part
 
+    def contents(self) -> Iterable[np.ndarray]:
+        return self._images.encoded, self._captions.encoded
+
     def image(self, group: int) -> Path:
         image = self._images[group]
         return self._folders[image.part] / image.file_name
@@ -226,6 +233,9 @@ class VLBertCaptions(CaptionSource):
 
     def name(self, group: int) -> str:
         return self._record(group).image
+
+    def contents(self) -> Iterable[np.ndarray]:
+        return (self.lines.offsets,)
 
     def image(self, group: int) -> Path | ImageBytes:
         name = self._record(group).image
@@ -324,6 +334,9 @@ class ShardCaptions(CaptionSource):
             folder, slash, file = name.rpartition("/")
             return folder + slash + file.partition(".")[0]
 
+    def contents(self) -> Iterable[np.ndarray]:
+        return (self._index,)
+
     def image(self, group: int) -> ImageBytes:
         with self._member(group, 1) as (name, content):
             return ImageBytes(content.read(), f"{self.shards[self._index[group, 0]]}: {name}")
@@ -394,6 +407,19 @@ class CaptionDataset(VLDataset):
         if not isinstance(self.source, CocoCaptions):
             return ()
         return (ImageKey(self.source.part(group), self.source.name(group)) for group in range(len(self.groups)))
+
+    def photos(self) -> Iterable[tuple[Path, str]]:
+        if not isinstance(self.source, CocoCaptions):
+            return ()
+        images = map(self.source.image, range(len(self.groups)))
+        return ((image.parent, image.name) for image in images)
+
+    def contents(self) -> Iterable[np.ndarray]:
+        yield from self.source.contents()
+        for lines in self.corpus.datasets if self.corpus is not None else ():
+            yield lines.offsets
+        for part, image_id in self.image_keys() if self.instances else ():
+            yield self.instances[part].encoded(image_id)
 
     def _metadata_file(self, group: int) -> Path:
         folder = self.metadata[self.source.part(group)]

@@ -205,6 +205,10 @@ class CocoInstances:
             names=tuple(self.class_names[one.class_index] for one in objects),
         )
 
+    def encoded(self, image_id: Id) -> np.ndarray:
+        """uint8 [bytes]: an image with its objects, for `tables.fingerprint`."""
+        return self.images.encoded_item(self._rows.row(image_id))
+
     def sample_image(self, image_id: Id, file: Path) -> SampleImage:
         image = self[image_id]
         return SampleImage(str(image.id), file, (image.height, image.width), self.objects(image_id))
@@ -269,6 +273,12 @@ class CocoDetectionDataset(VLDataset):
     def texts_of(cls, files: DataFiles, options: NoOptions, split: str) -> Iterable[str]:
         """The category names, since images have no texts to build a vocabulary from."""
         return CocoInstances(files.path("instances", split=split)).class_names
+
+    def photos(self) -> Iterable[tuple[Path, str]]:
+        return ((self.folder, image.file_name) for image in self.instances.images)
+
+    def contents(self) -> Iterable[np.ndarray]:
+        yield self.instances.images.encoded
 
     def check_classes(self, num_classes: int, detector_names: Sequence[str] | None = None) -> None:
         """As in `VLDataset`, but additional detector classes are not allowed either: they would have no category."""

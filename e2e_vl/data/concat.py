@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +147,22 @@ class JoinedDataset(VLDataset):
         member, own = self._find(text)
         dataset = member.dataset
         return dataset[own] if isinstance(dataset, TextPool) else dataset.sample([own]).texts[0].words
+
+    def photos(self) -> Iterable[tuple[Hashable, str]]:
+        for member in self.members:
+            photos = list(member.dataset.photos())
+            if len(photos) == len(member.dataset.groups):  # one image each: some may be left out
+                first_texts = [texts[0] for texts in member.dataset.groups]
+                photos = itertools.compress(photos, np.isin(first_texts, member.texts))
+            for place, name in photos:
+                yield (type(member.dataset), place), name
+
+    def contents(self) -> Iterable[np.ndarray | list[Any] | dict[str, Any] | None]:
+        for member in self.members:
+            yield member.texts
+            yield from member.dataset.contents()
+            if member.box_reader is not None:
+                yield from member.box_reader.contents()
 
     def truths(self) -> Iterable[Any]:
         for member in self.members:

@@ -173,6 +173,12 @@ class Flickr30KDataset(RecordDataset):
     def truths(self) -> Iterable[PhraseBoxes]:
         return ()  # they depend on the image annotations
 
+    def contents(self) -> Iterable[np.ndarray]:
+        yield from super().contents()
+        yield self.annotated.encoded
+        for part, image_id in self.image_keys() if self.instances else ():
+            yield self.instances[part].encoded(image_id)
+
     def image(self, name: str, text: int) -> SampleImage:
         file, annotated = self.options.file(self.folder, name), self.annotated[name]
         if self.instances:

@@ -273,6 +273,14 @@ class GQADataset(RecordDataset):
         questions = read_questions(_question_files(files, split))
         return {question.id: question.answer for question in questions if question.has_score}
 
+    def contents(self) -> Iterable[np.ndarray]:
+        yield from super().contents()
+        for part, image_id in self.image_keys():
+            if self.instances:
+                yield self.instances[part].encoded(image_id)
+            elif self.scene_graphs is not None:
+                yield self.scene_graphs.encoded_item(image_id)
+
     def image(self, name: str, text: int) -> SampleImage:
         file = self.options.file(self.folder, name)
         if self.instances:

@@ -12,6 +12,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -58,6 +59,10 @@ class BoxReader(abc.ABC):
     def read(self, image_id: str) -> CandidateBoxes:
         """The boxes of one image."""
 
+    def contents(self) -> Iterable[np.ndarray | list[str] | dict[str, Any] | None]:
+        """What was read when the files were opened, for `tables.fingerprint`."""
+        return ()
+
     def require_images(self, images: Iterable[ImageKey], split: str) -> None:
         """Raise a UserError if images of the split are missing."""
         missing = [key for key in images if key.id not in self.of_part(key.part)]
@@ -79,6 +84,10 @@ class BoxesOfParts(BoxReader):
 
     def of_part(self, part: int) -> BoxReader:
         return self.readers[part]
+
+    def contents(self) -> Iterable[np.ndarray | list[str] | dict[str, Any] | None]:
+        for reader in dict.fromkeys(self.readers):
+            yield from reader.contents()
 
     def __contains__(self, image_id: str) -> bool:
         return any(image_id in reader for reader in self.readers)
@@ -125,6 +134,12 @@ class DetectedBoxes(BoxReader):
             for image_id, found in read_detections(path).items():
                 self._found.setdefault(image_id, (path, *found))
 
+    def contents(self) -> Iterable[np.ndarray | list[str]]:
+        yield list(self._found)
+        for _, boxes, scores in self._found.values():
+            yield boxes
+            yield scores
+
     def __contains__(self, image_id: str) -> bool:
         return image_id in self._found
 
@@ -164,6 +179,10 @@ class StoredBoxes(BoxReader):
 
     def __post_init__(self) -> None:
         self.files = [store.path for store in self.stores]
+
+    def contents(self) -> Iterable[dict[str, Any] | None]:
+        """How the features were extracted; reading all of them would take long."""
+        return (store.stamp for store in self.stores)
 
     def __contains__(self, image_id: str) -> bool:
         return any(image_id in store for store in self.stores)

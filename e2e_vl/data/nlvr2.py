@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
+import numpy as np
 from msgspec import Meta, field
 
 from detector.errors import UserError
@@ -99,6 +100,12 @@ class NLVR2Dataset(RecordDataset):
     def texts_of(cls, files: DataFiles, options: NLVR2Options, split: str) -> Iterable[str]:
         paths = [files.path("examples", split=name) for name in split_names(split)]
         return [example.words for path in paths for example in read_examples(path)]
+
+    def contents(self) -> Iterable[np.ndarray]:
+        yield from super().contents()
+        for part, name in self.image_keys() if self.instances else ():
+            instances = self.instances[part]
+            yield instances.encoded(self._ids_of_names[instances.path][name])
 
     def image(self, name: str, text: int) -> SampleImage:
         example, place = self.texts[text], f"{name}{self.options.suffix}"

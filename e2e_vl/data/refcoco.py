@@ -194,6 +194,10 @@ class RefCOCODataset(RecordDataset):
         refs = [ref for ref in read_refs(files.path("refs")) if split_contains(split, ref.split)]
         return [sentence.sent for ref in refs for sentence in ref.expressions]
 
+    def contents(self) -> Iterable[np.ndarray]:
+        yield from super().contents()
+        yield from map(self.instances.encoded, self.image_ids())
+
     def image(self, name: str, text: int) -> SampleImage:
         return self.instances.sample_image(name, self.folder / self.instances[name].file_name)
 

@@ -65,8 +65,17 @@ class SerializedList(Sequence, Generic[Item]):
     def __iter__(self) -> Iterator[Item]:
         return map(self._item, range(len(self)))
 
+    @property
+    def encoded(self) -> np.ndarray:
+        """uint8 [bytes]: all items in MessagePack, one after the other."""
+        return self._data
+
+    def encoded_item(self, row: int) -> np.ndarray:
+        """uint8 [bytes]: one item in MessagePack."""
+        return self._data[self._ends[row] : self._ends[row + 1]]
+
     def _item(self, row: int) -> Item:
-        return msgspec.msgpack.decode(self._data[self._ends[row] : self._ends[row + 1]], type=self._type)
+        return msgspec.msgpack.decode(self.encoded_item(row), type=self._type)
 
 
 class RowIndex:
@@ -105,10 +114,28 @@ class SerializedDict(Generic[Item]):
         self.require([id])
         return self._items[self._rows.row(id)]
 
+    @property
+    def encoded(self) -> np.ndarray:
+        """uint8 [bytes]: all items in MessagePack, one after the other."""
+        return self._items.encoded
+
+    def encoded_item(self, id: int | str) -> np.ndarray:
+        """uint8 [bytes]: one item in MessagePack."""
+        return self._items.encoded_item(self._rows.row(id))
+
     def require(self, ids: Iterable[int | str]) -> None:
         for id in ids:
             if id not in self:
                 raise UserError(f"{self._where}: no entry {id}; use files of the same split and release")
+
+
+def fingerprint(contents: Iterable[np.ndarray | list[Any] | dict[str, Any] | None]) -> str:
+    """Hash arrays and plain values; equal contents have the same hash in every process and on every machine."""
+    encode = msgspec.msgpack.Encoder(order="deterministic").encode
+    digest = hashlib.blake2b(digest_size=16)
+    for value in contents:
+        digest.update(np.ascontiguousarray(value).data if isinstance(value, np.ndarray) else encode(value))
+    return digest.hexdigest()
 
 
 def require_unique(ids: Iterable[Any], what: str, remedy: str = "remove one of them") -> None:
@@ -310,6 +337,11 @@ class TextLines(Sequence):
         if not starts:
             raise UserError(f"{self.path} has no text")
         return np.array(starts)
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """int64 [n]: where the lines begin in the file."""
+        return self._starts
 
     def __len__(self) -> int:
         return len(self._starts)

@@ -227,6 +227,12 @@ class VCRDataset(VLDataset):
         """Number of text indices."""
         return len(self.questions) * self.per_question
 
+    def photos(self) -> Iterable[tuple[Path, str]]:
+        return ((self.folder, question.img_fn) for question in self.questions)
+
+    def contents(self) -> Iterable[np.ndarray]:
+        yield self.questions.encoded
+
     def truths(self) -> Iterable[CorrectChoice | None]:
         return (self._text(index).truth for index in range(len(self)))
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from detector.errors import UserError
 from e2e_vl.config import BoxSource
-from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, TextRecord
+from e2e_vl.data.base import DataFiles, DataNeeds, JoinedSplit, RecordDataset, TextRecord
 from e2e_vl.data.config import GenomeOptions
 from e2e_vl.data.overlap import COCO, VISUAL_GENOME
 from e2e_vl.data.tables import SerializedDict, SerializedList, SkippedRecords, stream_list
@@ -246,7 +246,9 @@ class VisualGenomeDataset(RecordDataset):
                     text.box = None
                 yield text
 
-        self.set_texts(SerializedList(texts(), GenomeText), f"{path}, data.config.coco={options.coco}: text")
+        records = SerializedList(texts(), GenomeText)
+        splits = [JoinedSplit(split, len(records), self.folder)]
+        self.set_texts(records, f"{path}, data.config.coco={options.coco}: text", splits)
         skipped.log()
         self.images = SerializedDict(((image.image_id, image) for image in images), GenomeImage, str(image_data))
         self.has_truths = options.texts == "questions"
@@ -274,6 +276,11 @@ class VisualGenomeDataset(RecordDataset):
         if options.texts != "questions":
             return super().answers_of(files, options, split)
         return {text.id: text.answer for text in read_genome_questions(files.path("questions", split=split))}
+
+    def contents(self) -> Iterable[np.ndarray]:
+        yield from super().contents()
+        if self.graphs is not None:
+            yield self.graphs.encoded
 
     def image(self, name: str, text: int) -> SampleImage:
         image = self.images[name]

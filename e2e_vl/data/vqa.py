@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 from msgspec import Meta
 
 from detector.errors import UserError
@@ -167,6 +168,11 @@ class VQADataset(RecordDataset):
     def answers_of(cls, files: DataFiles, options: VQAOptions, split: str) -> dict[Any, str]:
         questions = [one for name in split_names(split) for one in _read_split(files, name, annotated=True)]
         return {question.id: question.most_frequent for question in questions}
+
+    def contents(self) -> Iterable[np.ndarray]:
+        yield from super().contents()
+        for part, image_id in self.image_keys() if self.instances else ():
+            yield self.instances[part].encoded(image_id)
 
     def image(self, name: str, text: int) -> SampleImage:
         part = self.part_of(text)

@@ -219,19 +219,28 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     return sorted(path.parent for path in (run_dir / "checkpoints").glob(f"step_*/{POSITION_FILE}"))
 
 
+def _find_damage(folder: Path) -> str | None:
+    """Describe what is wrong with a checkpoint; None if it is intact."""
+    return find_checksum_mismatch(folder) if (folder / POSITION_FILE).is_file() else f"{POSITION_FILE} is missing"
+
+
 def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path | None:
-    """Find the newest intact checkpoint of a run directory; None if the run never saved one.
+    """Find the newest intact checkpoint of a run directory; None, with a warning, if the run has none.
 
     Settings that do not affect the architecture may differ from those of the checkpoint; changes are logged.
     """
     if not output.is_dir():
         raise MissingFileError(f"Cannot resume: run directory {output} does not exist; start without --resume.")
-    folders, damaged = list_checkpoints(output), []
-    while folders and (damage := find_checksum_mismatch(folders[-1])) is not None:
+    folders = sorted(path for path in (output / "checkpoints").glob("step_*") if path.is_dir())
+    damaged: list[str] = []
+    while folders and (damage := _find_damage(folders[-1])) is not None:
         damaged.append(f"{folders.pop()} is damaged ({damage})")
     if damaged and not folders:
         raise UserError(f"Cannot resume: {'; '.join(damaged)}; copy one there, or choose another `output`.")
+    if not folders and (output / "metrics.json").exists():
+        raise UserError(f"Cannot resume: {output} has a trained model but no checkpoint; choose another `output`.")
     if not folders:
+        logger.warning("%s has no checkpoint, so the training starts from the beginning.", output)
         return None
     folder = folders[-1]
     if damaged:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import signal
@@ -21,6 +22,8 @@ from e2e_vl.io import LOCK_FILE
 from e2e_vl.run.build import Run
 from e2e_vl.structures import Batch
 from e2e_vl.terminal import LAUNCHED, PATIENCE, STOP_SIGNALS, handling_signals, make_stopped_error
+
+logger = logging.getLogger(__name__)
 
 # environment variables that `accelerate launch`, `torchrun` and `--num-processes` set
 OF_LAUNCHERS = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID", LAUNCHED)
@@ -63,6 +66,22 @@ def check_images(config: RunConfig, run: Run) -> None:
         if missing:
             more = f" ({len(missing)} of {number} images of the split {split} are missing)" if len(missing) > 1 else ""
             raise MissingFileError(f"{missing[0]}{more}")
+
+
+def warn_of_shared_photos(config: RunConfig, run: Run) -> None:
+    """Log one warning if images of the evaluation splits are also trained on."""
+    trained = set(run.train_data.dataset.photos())
+    sentences: list[str] = []
+    for split, dataset in {split: examples.dataset for (split, _), examples in run.eval_data.items()}.items():
+        photos = set(dataset.photos())
+        shared = photos & trained
+        if split == config.data.train_split:
+            sentences.append(f"{split} is the training split")
+        elif shared:
+            example = min(name for _, name in shared)
+            sentences.append(f"{len(shared):,} of {len(photos):,} images of {split} are trained on, such as {example}")
+    if sentences:
+        logger.warning("Metrics do not show how well the model does on new images: %s.", "; ".join(sentences))
 
 
 # Signals

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +32,7 @@ from detector.backbones import ResidualBlock
 from detector.errors import UserError
 from detector.io import atomic_files, atomic_folder, read_json, remove_leftovers, write_json
 from detector.structures import Loss
+from e2e_vl import __version__
 from e2e_vl.config import RunConfig, check_batch_size, save_config
 from e2e_vl.data.batching import BatchLoader, GroupedBatchSampler
 from e2e_vl.io import RunLog, refuse_to_overwrite, replace_nan
@@ -39,13 +41,15 @@ from e2e_vl.parts import check_name
 from e2e_vl.run import checkpoint as checkpoints
 from e2e_vl.run.build import Run, build_eval_data, build_run, resolve_config
 from e2e_vl.run.evaluate import LOSS, InterruptedEvaluationError, MetricName, evaluate_splits, phrase_weights
-from e2e_vl.run.guards import FiniteCheck, StopSignals, check_images, run_lock
+from e2e_vl.run.guards import FiniteCheck, StopSignals, check_images, run_lock, warn_of_shared_photos
 from e2e_vl.run.launch import make_accelerator, on_main
 from e2e_vl.run.optim import build_optimizer, build_schedule, objective_weights
 from e2e_vl.run.trackers import describe_finished_run, describe_results, describe_run, flatten_settings, track_pictures
 from e2e_vl.structures import Batch
 from e2e_vl.terminal import STOP_SIGNALS, lasting_output, make_stopped_error
 from e2e_vl.weights.loading import check_answers, check_vocabulary
+
+logger = logging.getLogger(__name__)
 
 
 @lasting_output()
@@ -99,6 +103,7 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
             build_eval_data(config, run)
         if checkpoint is None:
             on_main(accelerator, lambda: check_images(config, run))
+            on_main(accelerator, lambda: warn_of_shared_photos(config, run))
         else:  # the vocabulary and the answers were read or built again: their indices must not have changed
             check_vocabulary(checkpoint / "model" / "encoder", run.tokenizer)
             check_answers(checkpoint / "model" / "task", run.model.task)
@@ -173,6 +178,8 @@ class Trainer:
             "data.texts_per_image": config.data.texts_per_image,
             "seed": config.seed,
             "number of images": self.sampler.num_groups,
+            # another version may read the same records into other fields: then they are not compared
+            f"records of the training split (e2e-vl {__version__})": run.train_data.fingerprint(),
         }
         optimizer = build_optimizer(run.model, settings, on_cpu=accelerator.device.type == "cpu")
         if settings.activation_checkpointing:
@@ -202,7 +209,7 @@ class Trainer:
         self.saved_step = 0  # of the newest checkpoint
         if checkpoint is not None:
             saved = checkpoints.load_state(accelerator, optimizer, checkpoint)
-            changed = [name for name, value in self.order.items() if saved["order"][name] != value]
+            changed = [name for name, value in self.order.items() if saved["order"].get(name, value) != value]
             if changed:
                 raise UserError(
                     f"Cannot resume from {checkpoint}: {', '.join(changed)} changed, so some images would be repeated "
@@ -211,6 +218,13 @@ class Trainer:
             vars(self).update({name: saved[name] for name in self.POSITION})
             self.saved_step = self.step
             self.best.load_state_dict(saved["best"])
+            lost_step = self.best.forget_lost_model()
+            if lost_step is not None and accelerator.is_main_process:
+                logger.warning(
+                    "%s is missing: the best model so far, of step %d, is lost, and the best of the following "
+                    "evaluations is kept instead.",
+                    *(self.best.folder, lost_step),
+                )
         self.total_steps = settings.max_steps or math.ceil(settings.epochs * self.steps_per_epoch)
         updates = self.step - self.skipped_steps
         self.schedule = build_schedule(optimizer, settings, self.total_steps, steps_done=updates)
@@ -518,3 +532,11 @@ class BestModel:
         """Restore the state from a checkpoint, unless it belongs to another metric."""
         if self.metric is not None and state["metric"] == self.metric:
             vars(self).update(state)
+
+    def forget_lost_model(self) -> int | None:
+        """Let the next evaluation be the best one if the files of the best model are gone; return its step."""
+        if self.step is None or (self.folder / "best.json").is_file():
+            return None
+        lost_step = self.step
+        self.step = self.value = None
+        return lost_step

@@ -23,7 +23,17 @@ from e2e_vl.data.features import RegionFeatures, save_npz
 from e2e_vl.data.image_loader import Augmentation, open_boxes_of
 from e2e_vl.parts import DATASETS
 from e2e_vl.samples import AnnotatedObjects, Sample, SampleImage, SampleText
-from tests.data.helpers import DOUBLE, SAME, examples, make_loader, open_dataset, refused, write_json, write_json_lines
+from tests.data.helpers import (
+    DOUBLE,
+    SAME,
+    PlainPreprocessor,
+    examples,
+    make_loader,
+    open_dataset,
+    refused,
+    write_json,
+    write_json_lines,
+)
 
 KNOWN = ("images", "captions", "corpus")
 BOXES = {7: [[10, 20, 30, 40], [60, 10, 90, 40], [0, 0, 100, 60]], 3: [[5.5, 10, 25.75, 70]]}
@@ -234,6 +244,24 @@ def test_images_of_joined_splits_may_have_the_same_ids(photos, name, boxes):
     part = {"name": name, "splits": {"all": "a+b"}, "files": settings.files, "config": settings.config}
     several = {"name": "joined", "root": settings.root, "config": {"parts": {"one": part}}}
     assert _read_joined(msgspec.convert(several, DataSettings), boxes, "all") == APART
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_a_changed_text_or_box_changes_the_fingerprint(photos, name):
+    boxes = "gt" if name in WITH_OBJECTS else "online"
+    settings = _joined_settings(photos, name)
+
+    def read() -> str:
+        dataset = open_dataset(DATASETS[name].cls, settings, "a+b", boxes, training=True)
+        return examples(dataset, PlainPreprocessor(None), boxes).fingerprint()
+
+    seen = [read()]
+    assert read() == seen[0]
+    for old, new in (("text b", "text c"), ('"bbox": [1,', '"bbox": [2,')):
+        for path in photos.glob("*_b.json"):
+            path.write_text(path.read_text().replace(old, new))
+        seen.append(read())
+    assert len(set(seen)) == (3 if boxes == "gt" else 2)
 
 
 @pytest.mark.parametrize("name", JOINED)

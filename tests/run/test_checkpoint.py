@@ -24,6 +24,7 @@ import yaml
 
 from detector import io as atomic_writes
 from detector.errors import StoppedRunError
+from detector.io import read_json, write_json
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.io import CHECKSUMS, find_checksum_mismatch, read_log, write_checksums
 from e2e_vl.run import evaluate as evaluation
@@ -253,6 +254,41 @@ def test_only_damaged_checkpoints(stopped):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(ValueError, match=r"step_00000004 is damaged"):
         train(stopped, resume=True)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"step_00000004 is damaged \(step.json is missing\)"):
+        train(stopped, resume=True)
+    with pytest.raises(ValueError, match="contains a run or other files"):
+        train(stopped)
+    shutil.rmtree(path.parent)
+    write_json(Path(stopped.output) / "metrics.json", {})
+    with pytest.raises(ValueError, match="no checkpoint"):
+        train(stopped, resume=True)
+
+
+def test_training_data_that_changed_are_not_resumed_with(stopped, tmp_path):
+    """The same data in another folder are, and a checkpoint that says nothing of its data is resumed as it is."""
+    root = tmp_path / "data"
+    shutil.copytree(stopped.data.root, root)
+    refs, instances = root / stopped.data.files["refs"], root / stopped.data.files["instances"]
+    config = replaced(stopped, data={"root": str(root)}, train={"max_steps": 5})
+    original = instances.read_text()
+    content = json.loads(original)
+    content["annotations"][0]["bbox"][0] += 0.5
+    write_json(instances, content)
+    with pytest.raises(ValueError, match=r"records of the training split .* changed"):
+        train(config, resume=True)
+    instances.write_text(original)
+    assert train(config, resume=True)["steps"] == 5
+    refs.write_bytes(pickle.dumps(pickle.loads(refs.read_bytes())[::-1]))
+    config = replaced(config, train={"max_steps": 6})
+    with pytest.raises(ValueError, match=r"records of the training split .* changed"):
+        train(config, resume=True)
+    position = Path(stopped.output) / "checkpoints" / "step_00000005" / "step.json"
+    values = read_json(position)
+    values["order"] = {name: value for name, value in values["order"].items() if "records" not in name}
+    write_json(position, values)
+    sign(position.parent)
+    assert train(config, resume=True)["steps"] == 6
 
 
 def test_which_folders_a_run_may_use(tiny_config):

@@ -13,7 +13,7 @@ import pytest
 from accelerate import Accelerator
 
 from detector.errors import StoppedRunError, UserError
-from e2e_vl.run.guards import FiniteCheck, StopSignals, run_lock
+from e2e_vl.run.guards import FiniteCheck, StopSignals, run_lock, warn_of_shared_photos
 from e2e_vl.run.train import train
 
 BATCHES = [SimpleNamespace(images=SimpleNamespace(names=["a.jpg", "b.jpg"]))]
@@ -52,6 +52,28 @@ def test_a_batch_that_the_processes_cannot_share_evenly_is_refused(tiny_config, 
     monkeypatch.setattr(Accelerator, "num_processes", 3)
     with pytest.raises(UserError, match=r"images_per_batch is 8; it must be a multiple of 6, the number of processes"):
         train(tiny_config("train.images_per_batch=8", "train.accumulate=2"))
+
+
+@pytest.mark.parametrize(
+    ("splits", "sentence"),
+    [
+        ({"val": "def"}, None),
+        ({"val": "cde"}, "1 of 3 images of val are trained on, such as c."),
+        (
+            {"train": "abc", "val": "bcd"},
+            "train is the training split; 2 of 3 images of val are trained on, such as b.",
+        ),
+        ({"train": ""}, "train is the training split."),  # a data set that does not list its images
+    ],
+)
+def test_images_that_are_trained_on_and_evaluated_cause_one_warning(splits, sentence, caplog):
+    def examples(images: str) -> SimpleNamespace:
+        return SimpleNamespace(dataset=SimpleNamespace(photos=lambda: ((Path("folder"), name) for name in images)))
+
+    data = {(split, boxes): examples(images) for split, images in splits.items() for boxes in ("gt", "online")}
+    run = SimpleNamespace(train_data=examples("abc"), eval_data=data)
+    warn_of_shared_photos(SimpleNamespace(data=SimpleNamespace(train_split="train")), run)
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [sentence] * (sentence is not None)
 
 
 def test_missing_images_of_the_evaluation_are_found_before_training(tiny_config, tmp_path, on_cpu):

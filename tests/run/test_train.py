@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -258,6 +259,16 @@ def test_the_best_model_is_kept_and_a_resumed_run_keeps_the_same(scores, tiny_co
     assert train(config, resume=True)["best"] == metrics["best"]
     assert same(weights_of(run / "best"), weights_of(Path(config.output) / "best"))
     assert read_log(run / "log.jsonl") == read_log(Path(config.output) / "log.jsonl")
+
+
+def test_a_best_model_whose_files_are_gone_is_replaced(scores, tiny_config, tmp_path, caplog):
+    scores[2] = 0.9
+    train(tiny_config(*SETTINGS, f"output={tmp_path / 'whole'}"))
+    config = tiny_config(*SETTINGS)
+    lose_newest(tmp_path / "whole", Path(config.output))
+    shutil.rmtree(Path(config.output) / "best")
+    best = train(config, resume=True)["best"]
+    assert (best["step"], best["value"]) == (5, 0.5) and "of step 2, is lost" in caplog.text
 
 
 def test_only_evaluations_of_the_same_images_compare(scores, tiny_config):
