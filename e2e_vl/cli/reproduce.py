@@ -3,23 +3,28 @@
     e2e-vl reproduce vl_bert
     e2e-vl reproduce vl_bert 1 base --data DATA --dry-run
     e2e-vl reproduce vl_bert 1 base --data DATA --launch "accelerate launch --num_processes 4"
+    e2e-vl reproduce vl_bert 1 base --data DATA --script vcr.sh
 
-Without a row it lists the rows and their published numbers. With one (or `all` of a table) it prints the chain: the
-commands, images and steps, with --estimate GPU memory and hours, the files that DATA lacks and where they are
-published, and what differs from the paper. Then it runs the chain, unless a file is missing. Finished steps are not
-repeated and interrupted ones are continued. With `--seeds` each step is run once per seed (one that sets its own:
-once), and numbers are mean ± standard deviation. A paper is a file in configs/reproduce; vl_bert.yaml has the format.
+Without a row it lists the rows and their published numbers. With one (or `all` of a table) it prints the shortest
+chain, which starts from published weights where there are any, and then the one with every training: the files that
+DATA lacks with the command that downloads them, the commands, images and steps, with --estimate GPU memory and hours,
+and what differs from the paper. Then it runs the chain, unless a file is missing; a training with published weights is
+left out if they are there. Finished steps are not repeated and interrupted ones are continued. With `--seeds` each step
+is run once per seed (one that sets its own: once), and numbers are mean ± standard deviation. --script writes the
+shortest chain as a shell script for a cluster instead. A paper is a file in configs/reproduce; vl_bert.yaml has the
+format.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
 import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -33,6 +38,7 @@ from e2e_vl.parts import Settings, decode
 PAPERS = CONFIGS / "reproduce"
 BENCHMARK = Path(__file__).parents[2] / "tools" / "benchmark.py"
 NAME = re.compile(r"\{(\w+)\}")  # in a command
+SINGLE_PROCESS = ("import-features",)  # commands that are never launched with several processes
 
 
 class PublishedFile(Settings, frozen=True):
@@ -75,7 +81,6 @@ class Row(Settings, frozen=True):
     title: str
     numbers: dict[str, Number]
     names: dict[str, str] = msgspec.field(default_factory=dict, name="with")  # used in steps -> step, file or word
-    from_memory: bool = False  # the numbers were not compared with the paper or a list of its results
     differs: str = ""
 
 
@@ -92,14 +97,27 @@ class Paper(Settings, frozen=True):
 class Chain:
     """The steps of a row in order, with their commands, and the published files (in the folder `data`) that they read.
 
-    `settings` (`key=value`) are of all trainings, and so is `seed`, where they do not set their own.
+    Args:
+        settings: `key=value`, of all trainings.
+        seed: of all trainings that do not set their own.
+        from_published: whether published weights take the place of the trainings before them; None: those that are
+            there.
     """
 
     def __init__(
-        self, paper: Paper, name: str, row: Row, data: Path, output: Path, settings: list[str], seed: int | None = None
+        self,
+        paper: Paper,
+        name: str,
+        row: Row,
+        data: Path,
+        output: Path,
+        settings: list[str],
+        seed: int | None = None,
+        *,
+        from_published: bool | None = None,
     ) -> None:
         self.paper, self.name, self.row, self.data, self.output = paper, name, row, data, output
-        self.settings, self.seed = settings, seed
+        self.settings, self.seed, self.from_published = settings, seed, from_published
         self.steps: dict[str, Step] = {}
         self.files: dict[str, PublishedFile] = {}
         for number in row.numbers.values():
@@ -108,7 +126,9 @@ class Chain:
     def _add(self, name: str) -> None:
         if name in self.paper.files:
             self.files[name] = self.paper.files[name]
-        elif name in self.paper.steps and not self.is_replaced(name):
+        elif name in self.paper.steps and self.is_replaced(name):
+            self._add(self.paper.steps[name].instead)
+        elif name in self.paper.steps:
             for other in (*self._names(name), *self.paper.steps[name].needs):
                 self._add(other)
             self.steps[name] = self.paper.steps[name]
@@ -118,8 +138,11 @@ class Chain:
         return [self.row.names.get(word, word) for word in NAME.findall(self.paper.steps[name].command)]
 
     def is_replaced(self, name: str) -> bool:
+        """Whether published weights take the place of a training."""
         file = self.paper.steps[name].instead
-        return file is not None and self.place(file).exists()
+        if file is None:
+            return False
+        return self.place(file).exists() if self.from_published is None else self.from_published
 
     def _depends_on_row(self, name: str) -> bool:
         words = NAME.findall(self.paper.steps[name].command) if name in self.paper.steps else []
@@ -141,56 +164,88 @@ class Chain:
         return self.output / f"{name}{row}{'' if is_shared else f'_{self.seed}'}"
 
     def command(self, name: str) -> list[str]:
-        def fill(found: re.Match[str]) -> str:
-            names = {"output": name, "data": str(self.data), **self.row.names}
-            word = names.get(found[1], found[1])
-            if word in self.paper.steps or word in self.paper.files:
-                step, place = self.paper.steps.get(word), self.place(word)
-                return str(place / "best" if step is not None and step.best and not self.is_replaced(word) else place)
-            return word if found[1] in names else found[0]
-
-        words = [NAME.sub(fill, word) for word in shlex.split(self.steps[name].command)]
+        """The words of a step's command, without `e2e-vl`."""
+        words = [self._filled(word, name) for word in shlex.split(self.steps[name].command)]
         if words[0] != "train":
             return words
         seed = [] if self.seed is None or " seed=" in self.steps[name].command else [f"seed={self.seed}"]
         return [*words, f"data.root={self.data}", f"output={self.place(name)}", *seed, *self.settings]
 
+    def _filled(self, word: str, step_name: str) -> str:
+        """A word of a step's command, with its names replaced."""
+        names = {"output": step_name, "data": str(self.data), **self.row.names}
+
+        def fill(match: re.Match[str]) -> str:
+            target = names.get(match[1], match[1])
+            if target not in self.paper.steps and target not in self.paper.files:
+                return target if match[1] in names else match[0]
+            place, step = self.place(target), self.paper.steps.get(target)
+            if step is not None and step.best and not self.is_replaced(target):
+                place /= "best"
+            # data.files are relative to data.root
+            return self._relative_to_data(place) if word.startswith("data.files.") else str(place)
+
+        return NAME.sub(fill, word)
+
+    def _relative_to_data(self, place: Path) -> str:
+        if place.is_absolute():
+            return str(place)
+        return os.path.relpath(os.path.realpath(place), os.path.realpath(self.data))
+
+    def download_command(self, *, only_missing: bool) -> list[str]:
+        """The words of the command that downloads the files; none if no file has a name for it."""
+        files = self.missing() if only_missing else self.files.values()
+        names = list(dict.fromkeys(file.download for file in files if file.download))
+        return ["download", *names, "--data", str(self.data)] if names else []
+
     def missing(self) -> list[PublishedFile]:
         return [file for name, file in self.files.items() if not self.place(name).exists()]
 
     def describe(self, *, with_estimate: bool = False) -> Iterator[str]:
-        """The lines of a dry run, with the GPU memory and the hours to expect of trainings if wanted."""
+        """The lines of a dry run.
+
+        Args:
+            with_estimate: add the GPU memory and the hours to expect of trainings.
+        """
         yield f"{self.name}: {self.row.title}"
         for name, number in self.row.numbers.items():
             yield f"  {name} {number.text}: {number.metric or 'the file for a server'} of {number.step}"
-        if self.row.from_memory:
-            yield "  These numbers are from memory: they were not compared with the paper."
+        yield from self.describe_steps(with_estimate=with_estimate)
+
+    def describe_steps(self, *, with_estimate: bool = False) -> Iterator[str]:
+        """The missing files, the commands, and what differs from the paper, as lines; arguments as in `describe`."""
+        download = self.download_command(only_missing=True)
+        if download:
+            paths = [str(self.data / file.path) for file in self.missing() if file.download]
+            yield f"missing: {', '.join(paths)}"
+            yield f"   e2e-vl {shlex.join(download)}"
+        for file in self.missing():
+            if not file.download:
+                yield f"missing: {self.data / file.path}: {file.address}"
         for order, (name, step) in enumerate(self.steps.items(), start=1):
             words = self.command(name)
             yield f"{order}. {name}{f' (or {self.place(step.instead)})' if step.instead else ''}"
             yield f"   e2e-vl {shlex.join(words)}"
             if words[0] == "train":
-                train = load_config(words[2], words[3:]).train
-                epochs = math.ceil((step.samples or 0) / train.images_per_batch)
-                steps = train.max_steps or math.ceil(train.epochs * epochs)
-                images, gpus = steps * train.images_per_batch, f"{step.processes} GPU{'s' * (step.processes > 1)}"
-                yield f"   {images:,} examples in {steps:,} steps of {train.images_per_batch}, on {gpus}"
-                if with_estimate and step.samples:
-                    own = [word for word in words[3:] if "weights=" not in word]
-                    share = {"examples": step.samples, "epochs": images / step.samples, "gpus": step.processes}
-                    share |= {"boxes": step.boxes, "words": step.words}
-                    options = [f"--{key}={value}" for key, value in share.items()]
-                    call = [sys.executable, str(BENCHMARK), "estimate", "--config", words[2], *options, *own]
-                    done = subprocess.run(call, check=False, stdout=subprocess.PIPE, text=True)
-                    if done.returncode != 0:
-                        raise UserError(f"There is no estimate of the step {name}, see above; leave out --estimate.")
-                    yield "   GFLOP of an example, GiB of each GPU, and hours on 1 / all GPUs in bf16, not measured:"
-                    yield from (f"   {line}" for line in done.stdout.splitlines() if "---" not in line)
-        for file in self.missing():
-            how = f"e2e-vl download {file.download} --data {self.data}" if file.download else file.address
-            yield f"missing: {self.data / file.path}: {how}"
+                yield from _describe_training(name, step, words, with_estimate=with_estimate)
         differs = (*self.paper.differs, *(step.differs for step in self.steps.values()), self.row.differs)
         yield from (f"differs: {text}" for text in dict.fromkeys(filter(None, differs)))
+
+    def script_lines(self, launch: str | None) -> Iterator[str]:
+        """The lines of a shell script, one command a line.
+
+        Args:
+            launch: the command that starts Python in trainings and evaluations; None: e2e-vl itself.
+        """
+        for file in self.files.values():
+            if not file.download:
+                yield f"# needs {self.data / file.path}: {file.address}"
+        if download := self.download_command(only_missing=False):
+            yield f"e2e-vl {shlex.join(download)}"
+        for name in self.steps:
+            words = self.command(name)
+            is_single = launch is None or words[0] in SINGLE_PROCESS
+            yield f"{'e2e-vl' if is_single else f'{launch} -m e2e_vl'} {shlex.join(words)}"
 
     def run(self, launch: str) -> None:
         """Run the steps that are not finished; when one is, OUTPUT/STEP.log has its command and what it printed."""
@@ -204,7 +259,7 @@ class Chain:
                 print(f"e2e-vl {shlex.join(words)}", flush=True)
                 with atomic_file(log) as part, part.open("w", encoding="utf-8") as file:
                     print(command, file=file, flush=True)
-                    start = [sys.executable] if words[0] == "import-features" else shlex.split(launch)  # one process
+                    start = [sys.executable] if words[0] in SINGLE_PROCESS else shlex.split(launch)
                     call = [*start, "-m", "e2e_vl", *words]
                     if (status := subprocess.run(call, check=False, stdout=file).returncode) != 0:
                         raise UserError(f"The step {name} ended with status {status}; repeat the command to continue.")
@@ -217,6 +272,37 @@ class Chain:
             return 100 * found.get("best", {}).get("metrics", found)[number.metric]  # absent if the last model is best
         printed = place.with_name(f"{place.name}.log").read_text("utf-8")
         return 100 * float(re.search(rf"^{re.escape(number.metric)} +([\d.]+)( |$)", printed, re.MULTILINE)[1])
+
+
+def _describe_training(name: str, step: Step, words: list[str], *, with_estimate: bool) -> Iterator[str]:
+    """The examples and steps of a training, with an estimate of GPU memory and hours if asked for, as lines."""
+    train = load_config(words[2], words[3:]).train
+    steps_per_epoch = math.ceil((step.samples or 0) / train.images_per_batch)
+    steps = train.max_steps or math.ceil(train.epochs * steps_per_epoch)
+    examples = steps * train.images_per_batch
+    gpus = f"{step.processes} GPU{'s' * (step.processes > 1)}"
+    yield f"   {examples:,} examples in {steps:,} steps of {train.images_per_batch}, on {gpus}"
+    if not with_estimate or not step.samples:
+        return
+    settings = [word for word in words[3:] if "weights=" not in word]
+    values = {"examples": step.samples, "epochs": examples / step.samples, "gpus": step.processes}
+    values |= {"boxes": step.boxes, "words": step.words}
+    options = [f"--{key}={value}" for key, value in values.items()]
+    call = [sys.executable, str(BENCHMARK), "estimate", "--config", words[2], *options, *settings]
+    done = subprocess.run(call, check=False, stdout=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        raise UserError(f"There is no estimate of the step {name}, see above; leave out --estimate.")
+    yield "   GFLOP of an example, GiB of each GPU, and hours on 1 / all GPUs in bf16, not measured:"
+    yield from (f"   {line}" for line in done.stdout.splitlines() if "---" not in line)
+
+
+def write_script(path: Path, title: str, chains: Sequence[Chain], launch: str | None) -> None:
+    """Write the chains as an executable shell script; a step that several chains share is there once."""
+    commands = dict.fromkeys(line for chain in chains for line in chain.script_lines(launch))
+    lines = ["#!/usr/bin/env bash", f"# {title}", "set -euo pipefail", *commands]
+    with atomic_file(path) as part:
+        part.write_text("\n".join(lines) + "\n", encoding="utf-8", newline="\n")
+        part.chmod(0o755)
 
 
 def read_paper(name: str) -> Paper:
@@ -238,8 +324,12 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[None], help="seeds (default: those of the configs)")
     parser.add_argument("--set", nargs="+", default=[], metavar="key=value", help="settings for all trainings")
     launch = "command that starts Python, such as 'accelerate launch --num_processes 4' (default: this Python)"
-    parser.add_argument("--launch", default=shlex.quote(sys.executable), metavar="COMMAND", help=launch)
+    parser.add_argument("--launch", metavar="COMMAND", help=launch)
+    script = "write the shortest chain as a shell script, and run nothing"
+    parser.add_argument("--script", type=Path, metavar="FILE", help=script)
     args = parser.parse_args(argv)
+    if args.script is not None and args.row is None:
+        raise UserError("--script needs a table and a row.")
     if args.estimate and not BENCHMARK.is_file():
         raise MissingFileError("--estimate needs tools/benchmark.py, which is only in a clone of the repository.")
     paper = read_paper(args.paper)
@@ -250,21 +340,37 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         print(paper.title)
         for table, name, row in ((table, *item) for table, rows in tables.items() for item in rows.items()):
             numbers = ", ".join(f"{key} {number.text}" for key, number in row.numbers.items())
-            print(f"{table:10s} {name:20s} {row.title}: {numbers}{' (from memory)' if row.from_memory else ''}")
+            print(f"{table:10s} {name:20s} {row.title}: {numbers}")
         return 0
     rows = {name: row for own in tables.values() for name, row in own.items() if args.row in ("all", name)}
     if not rows:
         raise UserError(f"{args.paper} has no such row; `e2e-vl reproduce {args.paper}` lists them.")
-    output = (args.output or Path("runs") / args.paper).absolute()
+    output = args.output or Path("runs") / args.paper
+
+    def chains_of(name: str, row: Row, *, from_published: bool | None) -> list[Chain]:
+        parts = paper, name, row, args.data, output, args.set
+        return [Chain(*parts, seed, from_published=from_published) for seed in args.seeds]
+
+    if args.script is not None:
+        short = [chain for name, row in rows.items() for chain in chains_of(name, row, from_published=True)]
+        write_script(args.script, f"{paper.title}: {args.table} {args.row}", short, args.launch)
+        print(f"{args.script} has the shortest chain of {', '.join(rows)}; run it in the same folder as this command.")
+        return 0
     for name, row in rows.items():
-        chains = [Chain(paper, name, row, args.data, output, args.set, seed) for seed in args.seeds]
-        print("\n".join(chains[0].describe(with_estimate=args.estimate)))
+        short = chains_of(name, row, from_published=True)[0]
+        long = chains_of(name, row, from_published=False)[0]
+        print("\n".join(short.describe(with_estimate=args.estimate)))
+        if long.steps != short.steps:
+            print("with every training, instead of published weights:")
+            print("\n".join(long.describe_steps(with_estimate=args.estimate)))
         if args.dry_run:
             continue
-        if missing := chains[0].missing():
-            raise MissingFileError(f"{args.data} lacks {', '.join(file.path for file in missing)}; see above.")
+        chains = chains_of(name, row, from_published=None)
+        if chains[0].missing():
+            paths = ", ".join(str(args.data / file.path) for file in short.missing())
+            raise MissingFileError(f"The shortest chain lacks {paths}; see above.")
         for chain in chains:
-            chain.run(args.launch)
+            chain.run(args.launch or shlex.quote(sys.executable))
         for key, number in row.numbers.items():
             values = [chain.measured(number) for chain in chains] if number.metric else []
             mean = f"{statistics.mean(values):.2f}" if values else "see the file for the server"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -9,6 +12,8 @@ from subprocess import CompletedProcess
 import pytest
 
 from detector.io import write_json
+from e2e_vl.cli.download import read_table
+from e2e_vl.cli.main import COMMANDS
 from e2e_vl.cli.reproduce import PAPERS, Chain, main, read_paper
 from e2e_vl.config import load_config
 
@@ -37,7 +42,8 @@ def test_a_chain_goes_from_published_files_to_the_numbers(paper, table, row, tmp
         assert all(steps.index(other) < steps.index(name) for other in chain._names(name) if other in chain.steps)
     for number in chain.row.numbers.values():
         assert number.step in steps and number.text in lines
-    assert len(chain.missing()) == sum(line.startswith("missing: ") for line in lines.splitlines())
+    assert all(str(tmp_path / file.path) in lines for file in chain.missing())
+    assert sum("e2e-vl download " in line for line in lines.splitlines()) <= 1
 
 
 def test_a_published_file_takes_the_place_of_the_training_before_it(tmp_path):
@@ -53,6 +59,71 @@ def test_a_published_file_takes_the_place_of_the_training_before_it(tmp_path):
         f"encoder.weights={file}" in words and "seed=3" in words and f"output={tmp_path}/runs/q2a_base_base_3" in words
     )
     assert "resnet" not in short.files and "resnet" in long.files
+
+
+@pytest.mark.parametrize(
+    ("row", "weights", "first_step"),
+    [
+        (["vl_bert", "3", "base_gt"], "vl_bert_base_e2e", "refcoco_gt_base"),
+        (["vl_bert", "1", "large"], "vl_bert_large_e2e", "q2a_large"),
+        (["lxmert", "2", "lxmert"], "lxmert", "vqa_run"),
+        (["visual_bert", "4", "full"], "visual_bert_vcr_2", "finetune_q2a"),
+    ],
+)
+def test_a_row_prints_its_shortest_chain_first_with_one_download(
+    row, weights, first_step, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert main([*row, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert str(tmp_path) not in printed and "from memory" not in printed
+    short, long = printed.split("with every training, instead of published weights:\n")
+    [download], [other] = ([line for line in part.splitlines() if "e2e-vl download" in line] for part in (short, long))
+    names = download.split()[2:-2]
+    assert weights in names and read_table().named(names)
+    assert weights not in other.split()
+    assert short.index(download) < short.index(f"1. {first_step}\n") and "1. pretrain" not in short
+
+
+def test_a_row_without_published_weights_has_one_chain(capsys):
+    assert main(["vl_bert", "4", "a", "--dry-run"]) == 0
+    assert "with every training" not in capsys.readouterr().out
+
+
+def test_features_are_named_as_the_data_set_reads_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    paper = read_paper("vl_bert")
+    row = paper.tables["2"]["base"]
+    relative = Chain(paper, "base", row, Path("DATA"), Path("runs"), [])
+    words = relative.command("vqa_base")
+    assert "data.files.features=../runs/vqa_features.h5" in words and "output=runs/vqa_base_base" in words
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "DATA").symlink_to(tmp_path / "disk" / "folder")
+    assert "data.files.features=../../runs/vqa_features.h5" in relative.command("vqa_base")
+
+
+def test_a_chain_is_written_as_a_shell_script(tmp_path, capsys):
+    script = tmp_path / "new" / "chain.sh"
+    launch = "accelerate launch --num_processes 4"
+    assert main(["vl_bert", "2", "base", "--seeds", "0", "1", "--launch", launch, "--script", str(script)]) == 0
+    lines = script.read_text("utf-8").splitlines()
+    assert lines[0].startswith("#!") and lines[2] == "set -euo pipefail" and os.access(script, os.X_OK)
+    assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
+    commands = [next(word for word in shlex.split(line) if word in COMMANDS) for line in lines[3:]]
+    another_seed = ["train", "predict"]
+    assert commands == ["download", "import-features", "train", "import-features", "predict", *another_seed]
+    assert lines[3].startswith("e2e-vl download vl_bert_base_prec ")
+    launched = [name for line, name in zip(lines[3:], commands, strict=True) if line.startswith(f"{launch} -m e2e_vl ")]
+    assert launched == ["train", "predict", *another_seed]
+    assert str(tmp_path) not in "\n".join(lines)
+    assert main(["vl_bert", "2", "--script", str(script)]) == 2 and "a row" in capsys.readouterr().err
+
+
+def test_what_the_shortest_chain_lacks_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["vl_bert", "3", "base_gt"]) == 2
+    error = capsys.readouterr().err
+    assert "DATA/pretrained/vl-bert-base-e2e.model" in error and "conceptual" not in error
 
 
 def test_an_output_is_of_one_command(tmp_path):
