@@ -235,7 +235,7 @@ class Chain:
         """The lines of a shell script, one command a line.
 
         Args:
-            launch: the command that starts Python in trainings and evaluations; None: e2e-vl itself.
+            launch: the command that starts Python in trainings and evaluations; None: the console script.
         """
         for file in self.files.values():
             if not file.download:
