@@ -232,7 +232,8 @@ class TrainSettings(Settings, frozen=True):
     warmup_share: Annotated[float, Meta(ge=-1, le=1)] | None = None
     # after the warm-up; linear (the same as triangle) and cosine fall to 0
     schedule: Literal["linear", "cosine", "constant", "steps", "triangle"] = "linear"
-    # the part of a longer schedule, and of its objectives, that this run follows: [0.5, 1.0] is the second half
+    # the part of a longer schedule, and of its objectives, that this run follows: [0.5, 1.0] is the second half,
+    # whose optimiser begins with fresh moments
     schedule_part: tuple[Fraction, Fraction] = (0.0, 1.0)
     schedule_first: bool = False  # the first update has the rate of step 1, not 0 (official VL-BERT code)
     decay_shares: list[Fraction] = []  # schedule "steps": fractions of all steps before each decay

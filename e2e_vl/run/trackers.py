@@ -87,6 +87,7 @@ def describe_run(config: RunConfig, run: Run, accelerator: Accelerator, step: in
             for split in (config.data.eval_splits if boxes else ())
         ),
         ("steps", steps),
+        *describe_schedule_part(*settings.schedule_part),
         ("vocabulary", f"{len(run.tokenizer)} wordpieces, {config.data.vocabulary or 'built from the training texts'}"),
     ]
     parts = {"detector": run.model.detector, "encoder": run.model.encoder, "head": run.model.task}
@@ -99,6 +100,14 @@ def describe_run(config: RunConfig, run: Run, accelerator: Accelerator, step: in
         frozen = ", frozen" if num_frozen == number > 0 else f", {num_frozen:,} of them frozen" if num_frozen else ""
         lines.append((name, f"{number:,} parameters{frozen}, {describe_weights(part, starts)}"))
     return "\n".join([config.output, *(f"  {name:<11s} {text}" for name, text in lines)])
+
+
+def describe_schedule_part(start: float, end: float) -> list[tuple[str, str]]:
+    """The line of a run that follows a part of a longer schedule."""
+    if (start, end) == (0.0, 1.0):
+        return []
+    moments = "; the moments of the optimiser begin at zero, whatever the earlier part left" if start else ""
+    return [("schedule", f"{start:g} to {end:g} of a longer one{moments}")]
 
 
 def _size(examples: ExampleDataset) -> str:

@@ -6,7 +6,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from e2e_vl.io import read_log
-from e2e_vl.run.trackers import PICTURES, format_results
+from e2e_vl.run.trackers import PICTURES, describe_schedule_part, format_results
 
 BOXES = ("gt", "detections", "online")
 
@@ -51,3 +51,16 @@ def test_the_table_has_a_row_per_family_and_a_column_per_source_of_boxes():
         "test/AP                     -                -              0.125",
     ]
     assert format_results({"steps": 8}) == []
+
+
+@pytest.mark.parametrize(
+    ("part", "sentence"),
+    [
+        ((0.0, 1.0), None),
+        ((0.0, 0.5), "0 to 0.5 of a longer one"),
+        ((0.5, 1.0), "moments of the optimiser begin at zero"),
+    ],
+)
+def test_the_summary_names_the_part_of_a_schedule(part, sentence):
+    lines = describe_schedule_part(*part)
+    assert len(lines) == (sentence is not None) and all(sentence in text for _, text in lines)
