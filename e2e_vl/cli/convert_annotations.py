@@ -121,7 +121,7 @@ def convert(
     labels = sorted({box.label for box in boxes})
     images = _make_images(sorted({box.image for box in boxes}), photos)
     annotations: dict[tuple, dict] = {}  # by photo, category and box, which a CSV file may repeat
-    boxes_of: dict[str, dict[str, dict]] = {photo: {} for photo in images}  # by photo and id in the export
+    boxes_of: dict[str, dict[str, list[dict]]] = {photo: {} for photo in images}  # by photo and id in the export
     texts = []
     for box in boxes:
         x, y, width, height = box.box
@@ -135,7 +135,9 @@ def convert(
             "id_in_export": box.id,
         }
         annotation = annotations.setdefault((box.image, box.label, *box.box), annotation)
-        boxes_of[box.image][str(box.id)] = annotation
+        with_same_id = boxes_of[box.image].setdefault(str(box.id), [])
+        if annotation not in with_same_id:
+            with_same_id.append(annotation)
         texts.append(_Text(annotation, box.text, box.split))
     for row in rows:
         annotation = _find_annotation(row, boxes_of, photos, remarks, skip_missing=skip_missing)
@@ -166,7 +168,7 @@ def _make_images(names: Sequence[str], photos: Photos) -> dict[str, dict[str, An
 
 
 def _find_annotation(
-    row: Row, boxes_of: Mapping[str, Mapping[str, dict]], photos: Photos, remarks: Remarks, *, skip_missing: bool
+    row: Row, boxes_of: Mapping[str, Mapping[str, list]], photos: Photos, remarks: Remarks, *, skip_missing: bool
 ) -> dict | None:
     """The annotation that an expression means; None if it means none, which goes to `remarks`."""
     if row.text is None or row.box is None:
@@ -182,16 +184,27 @@ def _find_annotation(
         remarks.refuse("photos that are not there or not unique", f"{row.where} ({how_many} {row.image})", remedy)
         return None
     boxes = boxes_of.get(candidates[0], {})
-    annotation = boxes.get(str(row.box))
-    if isinstance(row.box, tuple) and boxes:
-        annotated = list(boxes.values())
-        corners = np.array([box["bbox"] for box in annotated])
-        overlaps = mask.iou(np.array([row.box]), corners, [0] * len(corners))[0]
-        annotation = annotated[overlaps.argmax()] if overlaps.max() >= MIN_IOU else None
-    if annotation is None:
-        details = f"{row.where} '{row.text}' ({row.image} has no box {row.box}, but {', '.join(boxes) or 'none'})"
+    if isinstance(row.box, tuple):
+        annotations = _overlapping(row.box, [box for same_id in boxes.values() for box in same_id])
+    else:
+        annotations = boxes.get(str(row.box), [])
+    if len(annotations) == 1:
+        return annotations[0]
+    details = f"{row.where} '{row.text}' ({row.image} has no box {row.box}, but {', '.join(boxes) or 'none'})"
+    if annotations:
+        remarks.refuse("expressions about ids that several boxes have", f"{row.where} (box {row.box} of {row.image})")
+    else:
         remarks.refuse("expressions about boxes that are not there", details)
-    return annotation
+    return None
+
+
+def _overlapping(box: tuple[float, ...], annotations: Sequence[dict]) -> list[dict]:
+    """The annotation that overlaps most with a box [x, y, width, height]; none below an IoU of `MIN_IOU`."""
+    if not annotations:
+        return []
+    boxes = np.array([annotation["bbox"] for annotation in annotations])
+    overlaps = mask.iou(np.array([box]), boxes, [0] * len(boxes))[0]
+    return [annotations[overlaps.argmax()]] if overlaps.max() >= MIN_IOU else []
 
 
 def _choose_splits(texts: Sequence[_Text], val: float) -> dict[str, str]:

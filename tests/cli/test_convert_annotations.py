@@ -244,6 +244,7 @@ REFUSED = {  # what is wrong -> files of the export, parts of the message
     "quote over rows": ({"b.csv": BOX + 'a.jpg,mug,1,2,3,4,"x\na.jpg,mug,1,2,3,4,x"\n'}, ["line 3", "quote"]),
     "no header": ({"b.csv": "a.jpg,mug,1,2,30,40\n"}, ["first line", "a.jpg, mug"]),
     "header twice": ({"b.csv": "image,label,x,x,y,width,height\n"}, ["x twice"]),
+    "no columns of a box": ({"b.csv": "image,label,xc,yc,w,h\na.jpg,mug,1,2,3,4\n"}, ["first line", "xc, yc"]),
     "VIA": ({"b.csv": "filename,region_shape_attributes\n"}, ["COCO"]),
     "empty": ({"b.csv": "image,label,x,y,width,height\n"}, ["no boxes"]),
     "normalised": ({"b.csv": BOX.splitlines()[0] + "\na.jpg,mug,.1,.2,.3,.4,x\n"}, ["normalised"]),
@@ -258,6 +259,7 @@ REFUSED = {  # what is wrong -> files of the export, parts of the message
         ["a.txt, line 2 (class -1)", "line 3"],
     ),
     "class name": (NAMES | {"a.txt": "mug .5 .5 .2 .2\n"}, ["a.txt, line 1", "numbers"]),
+    "no numbers at all": (NAMES | {"set/a.txt": "mug 1;2;3;4\n", "c.md": ""}, ["set/a.txt, line 1"]),
     "pixels": (NAMES | {"a.txt": "0 50 40 20 20\n"}, ["shares", "line 1"]),
     "no width": (NAMES | {"a.txt": "0 .5 .5 0 .2\n0 .5 .5 .2 -.2\n"}, ["line 1", "line 2"]),
     "short line": (NAMES | {"a.txt": "0 .5 .5 .2 .2\n0 .5 .5 .2\n0 .1 .2 .3 .4 .5 .6 .7\n"}, ["line 2", "line 3"]),
@@ -309,7 +311,7 @@ READ = {  # what is odd -> files of the export, the boxes of a.jpg, part of what
     "two formats": (labelme_of({}) | {"a.xml": voc("a.jpg")}, [[1, 2, 29, 38]], "Pascal VOC"),
     "blank text": ({"b.csv": BOX.replace("the mug", "  ")}, [[10, 20, 30, 40]], ""),
     "tabs": ({"b.csv": BOX.replace(",", "\t")}, [[10, 20, 30, 40]], ""),
-    "Windows-1252": ({"b.csv": BOX.replace("the mug", "caf\xe9").encode("cp1252")}, [[10, 20, 30, 40]], ""),
+    "UTF-16": ({"b.csv": BOX.replace("the mug", "caf\xe9").encode("utf-16")}, [[10, 20, 30, 40]], ""),
     "left and top": ({"b.csv": "path,class,left,top,w,h\nA.JPG,mug,1,2,3,4\n"}, [[1, 2, 3, 4]], ""),
     "OBB": (NAMES | {"a.txt": "0 .5 .1 .9 .5 .5 .9 .1 .5 .97\n"}, [[10, 8, 80, 64]], ""),
     "of the VOC data set": (
@@ -342,6 +344,18 @@ def test_a_photo_with_exif_is_taken_as_it_was_annotated(tmp_path, photos, capsys
     files = coco_of({"bbox": box}, size=size, name="b.jpg")
     assert convert_files(tmp_path, photos, files) == (0, [upright])
     assert part in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_photos_that_tell_how_they_were_drawn_decide_for_those_that_do_not(tmp_path, photos, capsys):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (100, 80)).save(photos / "c.jpg", exif=exif)
+    rows = "".join(
+        f"{name},mug,{box}\n" for name, box in (("b.jpg", "10,20,30,40,100,80"), ("c.jpg", "10,50,30,45,100,80"))
+    )
+    files = {"b.csv": "image,label,x,y,w,h,image_width,image_height\n" + rows}
+    assert convert_files(tmp_path, photos, files) == (0, [[10, 20, 30, 40], [10, 50, 30, 45]])
+    assert "swapped sides in the export (2)" in capsys.readouterr().out
 
 
 def test_missing_photos_are_all_named_or_left_out(tmp_path, photos, capsys):
@@ -397,6 +411,7 @@ def test_the_page_shows_the_boxes_and_what_was_changed(tmp_path, photos):
 
 WRONG_EXPRESSIONS = [
     ("image,box,text\na.jpg,7,the cup\na.jpg,8.0,pen\n", ["line 2", "the cup", "7", "0, 1", "line 3", "box 8"]),
+    ("image,box,text\nb.jpg,2,the cup\n", ["line 2", "several boxes"]),
     ("image,x,text\na.jpg,far,the cup\n", ["t.csv", "line 2", "far"]),
     ("image,box,text\nz.jpg,0,the cup\na.jpg,0, \n", ["line 2", "z.jpg", "line 3"]),
 ]
@@ -405,6 +420,10 @@ WRONG_EXPRESSIONS = [
 @pytest.mark.parametrize(("text", "parts"), WRONG_EXPRESSIONS)
 def test_expressions_that_mean_no_box_are_refused(tmp_path, photos, capsys, text, parts):
     export, texts = write_export(tmp_path, "Label Studio"), tmp_path / "t.csv"
+    path = export / "result.json"
+    content = json.loads(path.read_text())
+    content["annotations"].append(content["annotations"][-1] | {"bbox": [1, 2, 3, 4]})  # with the same id
+    path.write_text(json.dumps(content))
     texts.write_text(text)
     assert tool.main([str(export), "--output", str(photos.parent), "--expressions", str(texts)]) == 2
     message = capsys.readouterr().err

@@ -20,22 +20,20 @@ from e2e_vl.data.annotation_tools.records import (
     split_of_folders,
     split_of_path,
 )
-from e2e_vl.io import FourNumbers, Name, Record
-
-_AnyId = int | float | str
+from e2e_vl.io import FourNumbers, Id, Name, Record
 
 
 class _Image(Record):
-    id: _AnyId
+    id: Id
     file_name: Name
     width: float | None = None
     height: float | None = None
 
 
 class _Annotation(Record):
-    image_id: _AnyId
-    category_id: _AnyId
-    id: _AnyId | None = None
+    image_id: Id
+    category_id: Id
+    id: Id | None = None
     bbox: list[float] | None = None  # x, y, width, height
     segmentation: Any = None
     iscrowd: int | bool | None = None
@@ -43,7 +41,7 @@ class _Annotation(Record):
 
 
 class _Category(Record):
-    id: _AnyId
+    id: Id
     name: str
 
 
@@ -59,13 +57,13 @@ def read_coco(path: Path, source: Path, remarks: Remarks) -> Iterator[Annotation
     file_name = relative_name(path, source)
     _require_unique([image.id for image in content.images], f"{path}: image")
     _require_unique([category.id for category in content.categories], f"{path}: category")
-    images = {_key(image.id): image for image in content.images}
-    labels = {_key(category.id): category.name for category in content.categories}
+    images = {str(image.id): image for image in content.images}
+    labels = {str(category.id): category.name for category in content.categories}
     for number, row in enumerate(content.annotations, start=1):
-        id_ = number if row.id is None else _key(row.id)
+        id_ = number if row.id is None else str(row.id)
         where = f"annotation {id_}" if source.is_file() else f"{file_name}, annotation {id_}"
-        image = images.get(_key(row.image_id))
-        label = labels.get(_key(row.category_id))
+        image = images.get(str(row.image_id))
+        label = labels.get(str(row.category_id))
         if image is None or label is None:
             missing = f"image_id {row.image_id}" if image is None else f"category_id {row.category_id}"
             remarks.refuse("annotations whose image or category the file does not list", f"{where} ({missing})")
@@ -116,12 +114,7 @@ def _around_rotated(corners: FourNumbers, degrees: float) -> FourNumbers:
     return enclosing_corners(np.stack([centre - half_size, centre + half_size]))
 
 
-def _key(value: _AnyId) -> str:
-    """An id that is equal for 7, 7.0 and "7"."""
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
-
-
-def _require_unique(ids: Sequence[_AnyId], what: str) -> None:
-    repeated = [id_ for id_, count in Counter(map(_key, ids)).items() if count > 1]
+def _require_unique(ids: Sequence[Id], what: str) -> None:
+    repeated = [id_ for id_, count in Counter(map(str, ids)).items() if count > 1]
     if repeated:
         raise UserError(f"{what} ids occur several times: {list_examples(repeated)}; export again, or give new ids.")

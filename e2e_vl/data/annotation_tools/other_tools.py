@@ -52,6 +52,10 @@ def describe_json(content: Any) -> str | None:
         return "a project of VoTT; export Pascal VOC or CSV"
     if "data_row" in keys:
         return "Labelbox's JSON; export COCO"
+    if keys >= {"items", "categories"}:
+        return "Datumaro's JSON; export COCO"
+    if keys >= {"item", "annotations"}:
+        return "V7's Darwin JSON; export COCO"
     return None
 
 

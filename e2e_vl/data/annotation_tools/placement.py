@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -28,8 +28,7 @@ def place(annotations: Sequence[Annotation], photos: Photos, remarks: Remarks, *
     rows_of: dict[tuple[Photo, tuple[int, int] | None], list[int]] = {}
     for row, annotation in enumerate(annotations):
         rows_of.setdefault((photo_of[_name(annotation)], annotation.image_size), []).append(row)
-    for (photo, annotated_size), rows in rows_of.items():
-        corners[rows] = _in_upright_photo(photo, annotated_size, corners[rows], remarks)
+    _turn_upright(rows_of, corners, remarks)
     sizes = np.array([photo_of[_name(annotation)].size for annotation in annotations])
     corners[~in_pixels] *= np.tile(sizes[~in_pixels], 2)
     if in_pixels.any() and not remarks.errors:
@@ -87,29 +86,37 @@ def _find_photos(
     return photo_of
 
 
-def _in_upright_photo(
-    photo: Photo, annotated_size: tuple[int, int] | None, boxes: np.ndarray, remarks: Remarks
-) -> np.ndarray:
-    """The boxes of a photo, xyxy, as they lie in it after the EXIF rotation.
+def _turn_upright(
+    rows_of: Mapping[tuple[Photo, tuple[int, int] | None], list[int]], corners: np.ndarray, remarks: Remarks
+) -> None:
+    """Turn boxes, xyxy float [R, 4], in place that were drawn on the stored raster of a photo with EXIF rotation.
 
-    Most tools show photos upright, and some the raster as it is stored; the size that the file states tells which.
-    Equal sides, or no size, mean an upright photo. Where a file states the sides of the raster, but its boxes only fit
-    the upright photo, they were drawn on that.
+    Most tools show photos upright, and some the raster; the size that a file states for the photo tells which. Equal
+    sides, or no size, mean an upright photo. Some exports state the sides of the raster, but boxes of the upright
+    photo: then some boxes fit only the upright photo, and none only the raster.
+
+    Args:
+        rows_of: photo, and (width, height) that the file states -> rows of `corners`.
     """
-    if annotated_size is None or annotated_size == photo.size:
-        return boxes
-    if not photo.is_rotated or annotated_size != photo.size[::-1]:
+    swapped = []
+    for (photo, annotated_size), rows in rows_of.items():
+        if annotated_size is None or annotated_size == photo.size:
+            continue
+        if photo.is_rotated and annotated_size == photo.size[::-1]:
+            swapped.append((photo, rows))
+            continue
         sizes = "annotated as {} x {} pixels, but it has {} x {}".format(*annotated_size, *photo.size)
-        remedy = "use the photos that were annotated"
-        remarks.refuse("photos of another size", f"{photo.name} ({sizes})", remedy)
-        return boxes
-    fits_raster = not reach_outside(boxes, np.array(annotated_size)).any()
-    fits_photo = not reach_outside(boxes, np.array(photo.size)).any()
-    if fits_photo and not fits_raster:
-        remarks.note("upright photos have swapped sides in the export", photo.name)
-        return boxes
-    remarks.note("photos were annotated as stored, so their boxes were turned upright (EXIF)", photo.name)
-    return photo.turn_upright(boxes)
+        remarks.refuse("photos of another size", f"{photo.name} ({sizes})", "use the photos that were annotated")
+    fits_photo = [not reach_outside(corners[rows], np.array(photo.size)).any() for photo, rows in swapped]
+    fits_raster = [not reach_outside(corners[rows], np.array(photo.size[::-1])).any() for photo, rows in swapped]
+    fits = list(zip(fits_photo, fits_raster, strict=True))
+    are_upright = (True, False) in fits and (False, True) not in fits
+    for (photo, rows), fit in zip(swapped, fits, strict=True):
+        if are_upright or fit == (True, False):
+            remarks.note("upright photos have swapped sides in the export", photo.name)
+        else:
+            remarks.note("photos were annotated as stored, so their boxes were turned upright (EXIF)", photo.name)
+            corners[rows] = photo.turn_upright(corners[rows])
 
 
 def _check_convention(boxes: np.ndarray, sizes: np.ndarray, names: Sequence[str], where: str) -> None:

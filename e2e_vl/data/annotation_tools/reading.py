@@ -18,7 +18,7 @@ from e2e_vl.data.annotation_tools.placement import place
 from e2e_vl.data.annotation_tools.records import Annotation, Remarks, Row
 from e2e_vl.data.annotation_tools.tables import TABLES, read_table
 from e2e_vl.data.annotation_tools.voc import read_voc
-from e2e_vl.data.annotation_tools.yolo import CLASS_FILES, YAML, find_class_lists, read_yolo
+from e2e_vl.data.annotation_tools.yolo import CLASS_FILES, YAML, ClassList, find_class_lists, read_yolo
 
 
 def read_boxes(
@@ -40,7 +40,7 @@ def read_boxes(
         UserError: the format is not known, or some records have no meaning, which are all listed.
     """
     remarks = remarks or Remarks(source)
-    annotations = list(_read(source, remarks, {path.resolve() for path in ignored}))
+    annotations = list(_read(source, photos, remarks, {path.resolve() for path in ignored}))
     rows = place(annotations, photos, remarks, skip_missing=skip_missing)
     remarks.raise_errors()
     if not rows:
@@ -48,14 +48,14 @@ def read_boxes(
     return rows
 
 
-def _read(source: Path, remarks: Remarks, ignored: Collection[Path]) -> Iterator[Annotation]:
+def _read(source: Path, photos: Photos, remarks: Remarks, ignored: Collection[Path]) -> Iterator[Annotation]:
     if source.is_dir():
-        return _read_folder(source, remarks, ignored)
+        return _read_folder(source, photos, remarks, ignored)
     if not source.is_file():
         raise MissingFileError(f"{source}: no such file or folder; check the path.")
     suffix = source.suffix.lower()
     if suffix in YAML or source.name.lower() in CLASS_FILES:  # the labels are beside or below it
-        return _read_folder(source.parent, remarks, ignored)
+        return _read_yolo(source.parent, find_class_lists(source.parent), photos, remarks)
     if suffix in TABLES:
         return read_table(source, remarks)
     if suffix not in (".json", ".xml"):
@@ -95,7 +95,7 @@ def _recognise_xml(path: Path) -> _Recognised:
     return _Recognised("Pascal VOC", lambda path, source, remarks: read_voc(path, root, source, remarks))
 
 
-def _read_folder(folder: Path, remarks: Remarks, ignored: Collection[Path]) -> Iterator[Annotation]:
+def _read_folder(folder: Path, photos: Photos, remarks: Remarks, ignored: Collection[Path]) -> Iterator[Annotation]:
     """The boxes of the first format in COCO, LabelMe, Pascal VOC, YOLO that a folder has; the others are noted."""
     by_format: dict[str, list[tuple[Path, _Recognised]]] = {"COCO": [], "LabelMe": [], "Pascal VOC": []}
     descriptions: dict[str, str] = {}
@@ -116,7 +116,7 @@ def _read_folder(folder: Path, remarks: Remarks, ignored: Collection[Path]) -> I
         return _read_files(files, folder, remarks)
     class_lists = find_class_lists(folder)
     if class_lists and not descriptions:
-        return read_yolo(folder, class_lists, remarks)
+        return _read_yolo(folder, class_lists, photos, remarks)
     path, description = next(iter(descriptions.items()), ("", other_tools.describe_folder(folder)))
     if description is not None:
         raise UserError(f"{folder / path} is {description}." if path else f"{folder} has {description}.")
@@ -124,6 +124,10 @@ def _read_folder(folder: Path, remarks: Remarks, ignored: Collection[Path]) -> I
         f"{folder}: no JSON of COCO or LabelMe, no XML of Pascal VOC, and no data.yaml, "
         f"{' or '.join(CLASS_FILES[:2])} of YOLO."
     )
+
+
+def _read_yolo(folder: Path, class_lists: list[ClassList], photos: Photos, remarks: Remarks) -> Iterator[Annotation]:
+    return read_yolo(folder, class_lists, remarks, lambda name: bool(photos.candidates(name)))
 
 
 def _read_files(files: Iterable[tuple[Path, _Recognised]], folder: Path, remarks: Remarks) -> Iterator[Annotation]:

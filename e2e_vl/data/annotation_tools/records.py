@@ -22,7 +22,9 @@ class Row(Record):
 
     image: Name  # of `read_boxes`: the photo, relative to the folder of photos
     label: str = ""
-    box: FourNumbers | Id | None = None  # [x, y, width, height], pixels, after the EXIF rotation; or the id of a box
+    # [x, y, width, height], pixels, after the EXIF rotation; or the id of a box. Not `Id`, whose integers are limited:
+    # msgspec 0.22 crashes where they may stand in the place of a tuple.
+    box: FourNumbers | int | str | None = None
     text: str | None = None
     split: str = ""
     id: Id | None = None  # in COCO JSON; elsewhere the number of the shape, line or row in its file, from 1

@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 from detector.errors import UserError
 from detector.io import read_json
-from e2e_vl.data.annotation_tools.files import decode_text
 from e2e_vl.data.annotation_tools.records import Annotation, Remarks, Row, split_name
-from e2e_vl.io import FourNumbers
+from e2e_vl.io import FourNumbers, read_text
 
 TABLES = (".csv", ".tsv", ".txt")
 SEPARATORS = ",;\t|"
@@ -67,7 +66,7 @@ def read_rows(path: Path, remarks: Remarks | None = None) -> list[Row]:
         return rows
     own_remarks = Remarks(path) if remarks is None else remarks
     rows = []
-    for line in _read_lines(path, own_remarks):
+    for line in _read_lines(path, own_remarks, need_boxes=False):
         try:
             corners = _corners(line.cells)
         except ValueError as error:
@@ -97,7 +96,7 @@ def read_rows(path: Path, remarks: Remarks | None = None) -> list[Row]:
 
 def read_table(path: Path, remarks: Remarks) -> Iterator[Annotation]:
     """The boxes of a table; the id of a box is the number of its row, from 1."""
-    for number, line in enumerate(_read_lines(path, remarks), start=1):
+    for number, line in enumerate(_read_lines(path, remarks, need_boxes=True), start=1):
         try:
             corners = _corners(line.cells)
             image_size = _image_size(line.cells, corners)
@@ -121,15 +120,15 @@ def read_table(path: Path, remarks: Remarks) -> Iterator[Annotation]:
         )
 
 
-def _read_lines(path: Path, remarks: Remarks) -> Iterator[_Line]:
+def _read_lines(path: Path, remarks: Remarks, *, need_boxes: bool) -> Iterator[_Line]:
     """The rows below the first one, which names the columns; blank rows are left out."""
-    text = decode_text(path)
+    text = read_text(path)
     first, _, rest = text.partition("\n")
     line_number = 1
     if re.fullmatch(r"sep=.", first.strip()):  # Excel's
         text, line_number = rest, 2
     separator = _find_separator(text.partition("\n")[0])
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    reader = csv.reader(io.StringIO(text), delimiter=separator, strict=True)
     header: list[str] | None = None
     while True:
         where = f"line {line_number + reader.line_num}"
@@ -144,8 +143,14 @@ def _read_lines(path: Path, remarks: Remarks) -> Iterator[_Line]:
             continue
         if header is None:
             header = _find_columns(cells, path)
+            has_boxes = {"label", "x", "y"} <= set(header) or {"label", "x1", "y1"} <= set(header)
+            if "image" not in header or (need_boxes and not has_boxes):
+                raise UserError(
+                    f"{path}: the first line must name the columns, such as {_IMAGE_AND_BOX}; it is "
+                    f"'{', '.join(cells)}'."
+                )
             continue
-        if any("\n" in cell or "\r" in cell for cell in cells):
+        if any("\n" in cell for cell in cells):
             remarks.refuse("texts over several lines, maybe an unclosed quote", where, "write a text in one line")
         elif any(cell.strip() for cell in cells[len(header) :]):
             problem = f"rows with more than {len(header)} columns, maybe '{separator}' in a text"
@@ -187,11 +192,6 @@ def _find_columns(cells: list[str], path: Path) -> list[str]:
             columns[position] = ""
     if "regionshapeattributes" in names:
         raise UserError(f"{path} is VIA's CSV; export Annotations (COCO format) instead.")
-    if "image" not in columns:
-        raise UserError(
-            f"{path}: its first line must name the columns, such as {_IMAGE_AND_BOX}; none of "
-            f"'{', '.join(cells)}' is the image."
-        )
     return columns
 
 

@@ -8,7 +8,7 @@ sides, after the EXIF rotation.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ import numpy as np
 
 from detector.errors import UserError, reading
 from detector.io import read_yaml
-from e2e_vl.data.annotation_tools.files import decode_text, list_files, relative_name
+from e2e_vl.data.annotation_tools.files import list_files, relative_name
 from e2e_vl.data.annotation_tools.photos import PHOTOS
 from e2e_vl.data.annotation_tools.records import Annotation, Remarks, enclosing_corners, split_of_path
-from e2e_vl.io import FourNumbers, Record
+from e2e_vl.io import FourNumbers, Record, read_text
 
 YAML = (".yaml", ".yml")
 CLASS_FILES = ("classes.txt", "obj.names", "_darknet.labels")  # Label Studio and LabelImg, CVAT, Roboflow
@@ -55,7 +55,7 @@ class ClassList:
             if content.kpt_shape is not None:
                 self.keypoint_numbers = math.prod(content.kpt_shape)
         else:
-            lines = decode_text(path).splitlines()
+            lines = read_text(path).splitlines()
             names = {number: line for number, line in enumerate(lines) if line.strip()}
         self.names = {number: self._text(name) for number, name in names.items()}
         if not self.names:
@@ -77,15 +77,22 @@ def find_class_lists(folder: Path) -> list[ClassList]:
     return [ClassList(path) for path in paths]
 
 
-def read_yolo(folder: Path, class_lists: list[ClassList], remarks: Remarks) -> Iterator[Annotation]:
-    """The boxes of all label files below a folder; the id of a box is the number of its line, from 1."""
+def read_yolo(
+    folder: Path, class_lists: list[ClassList], remarks: Remarks, has_photo: Callable[[str], bool]
+) -> Iterator[Annotation]:
+    """The boxes of all label files below a folder; the id of a box is the number of its line, from 1.
+
+    Args:
+        has_photo: whether a photo has a name; then the text file of this name has labels, whatever its lines are.
+    """
     list_paths = {class_list.path for class_list in class_lists}
     for path in list_files(folder, (".txt",)):
         if path in list_paths:
             continue
-        lines = [line.split() for line in decode_text(path).splitlines()]
+        lines = [line.split() for line in read_text(path).splitlines()]
         name = relative_name(path, folder)
-        if not any(map(_looks_like_a_label, lines)):
+        image = name.removesuffix(path.suffix)
+        if not has_photo(image) and not any(map(_looks_like_a_label, lines)):
             if any(lines) and not all(_names_a_photo(line) for line in lines if line):  # train.txt lists photos
                 remarks.note("text files without boxes are not read", name)
             continue
@@ -100,7 +107,6 @@ def read_yolo(folder: Path, class_lists: list[ClassList], remarks: Remarks) -> I
                 problem, details, remedy = error.args
                 remarks.refuse(problem, f"{where}{details}", remedy)
                 continue
-            image = str(Path(name).with_suffix(""))
             yield Annotation(where, image, label, corners, number, in_shares=True, folder_split=split_of_path(name))
 
 
