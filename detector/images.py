@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +31,17 @@ from detector.structures import ImageBatch
 
 Pixels = UInt8[np.ndarray, "height width 3"]
 ChannelOrder = Literal["BGR", "RGB"]
+
+logger = logging.getLogger(__name__)
+
+ORIENTATION_TAG = 0x0112  # of EXIF
+# EXIF orientations that exchange the sides of an image -> what undoes `ImageOps.exif_transpose`
+AS_STORED = {
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_90,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_270,
+}
 
 # Detected from the file's content, not its name. PIL supports about forty more, one of which runs a program (EPS).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
@@ -77,30 +89,43 @@ class ResizeRule:
         return max(new_h, 1), max(new_w, 1)
 
 
-def load_image(path: str | Path, channel_order: ChannelOrder = "BGR") -> Pixels:
+def load_image(
+    path: str | Path, channel_order: ChannelOrder = "BGR", annotated_size: tuple[int, int] | None = None
+) -> Pixels:
     """Read an image file in its original size.
 
     Every pixel format is converted to three 8-bit channels: grey values are repeated, palettes and CMYK are converted,
     16-bit values keep their upper byte, and the alpha channel is dropped without blending (as in Detectron2). The EXIF
     orientation is applied; unreadable EXIF data is ignored. If a file contains several images, the first one is read.
+
+    Args:
+        annotated_size: (height, width) of the image in its annotations. Some tools ignore the EXIF orientation: if it
+            exchanges the sides, and the annotations have them unexchanged, the image is read as it is stored, as they
+            were drawn. Square images, and those that EXIF flips or turns upside down, do not show how they were
+            annotated; they are read upright.
     """
-    return _to_array(_read(path, str(path)), channel_order)
+    return _to_array(_read(path, str(path), annotated_size), channel_order)
 
 
 def load_resized(
-    image: str | Path | bytes, rule: ResizeRule, channel_order: ChannelOrder = "BGR", name: str | None = None
+    image: str | Path | bytes,
+    rule: ResizeRule,
+    channel_order: ChannelOrder = "BGR",
+    name: str | None = None,
+    annotated_size: tuple[int, int] | None = None,
 ) -> tuple[Pixels, tuple[int, int]]:
     """Read an image like `load_image` and resize it.
 
     Args:
         name: name of the file in error messages; default: its path.
+        annotated_size: see `load_image`.
 
     Returns:
-        the resized image, and (height, width) of the original image after applying the EXIF orientation.
+        the resized image, and (height, width) of the original image, upright or as it is stored.
     """
-    found = _read(image, name or ("in memory" if isinstance(image, bytes) else str(image)))
-    size = (found.height, found.width)
-    return _to_array(resize_image(found, rule.target_size(*size)), channel_order), size
+    original = _read(image, name or ("in memory" if isinstance(image, bytes) else str(image)), annotated_size)
+    size = (original.height, original.width)
+    return _to_array(resize_image(original, rule.target_size(*size)), channel_order), size
 
 
 def resize_image(image: Image.Image, size: tuple[int, int]) -> Image.Image:
@@ -165,13 +190,23 @@ def _to_array(image: Image.Image, channel_order: ChannelOrder) -> Pixels:
     return np.frombuffer(content, dtype=np.uint8).reshape(image.height, image.width, 3)
 
 
-def _read(source: str | Path | bytes, name: str) -> Image.Image:
-    """Read an RGB image and apply its EXIF orientation."""
+def _read(source: str | Path | bytes, name: str, annotated_size: tuple[int, int] | None = None) -> Image.Image:
+    """Read an RGB image and apply its EXIF orientation, unless it was annotated without; see `load_image`."""
     source = io.BytesIO(source) if isinstance(source, bytes) else source
     with reading(f"Image {name}", Exception), Image.open(source, formats=FORMATS) as image:  # PIL raises many types
-        image.load()
+        orientation = 1
         with contextlib.suppress(Exception):  # damaged EXIF data
+            orientation = image.getexif().get(ORIENTATION_TAG, 1)
+        image.load()
+        with contextlib.suppress(Exception):
             ImageOps.exif_transpose(image, in_place=True)
+        has_exchanged_sides = annotated_size == (image.width, image.height) and image.width != image.height
+        if has_exchanged_sides and orientation in AS_STORED:
+            image = image.transpose(AS_STORED[orientation])
+            _log_once(
+                "Image %s was annotated without its EXIF rotation, and is read as it is stored, like all such images.",
+                name,
+            )
         if image.mode.startswith(("I", "F")):  # 16-bit grey; PIL's own conversion would clip it at 255
             values = np.asarray(image)
             if image.mode == "F" or values.min() < 0 or values.max() > 65535:
@@ -180,6 +215,15 @@ def _read(source: str | Path | bytes, name: str) -> Image.Image:
         if "transparency" in image.info:  # PIL warns about a direct conversion to RGB
             return image.convert("RGBA").convert("RGB")
         return image.convert("RGB")
+
+
+_logged: set[str] = set()  # messages of this process
+
+
+def _log_once(message: str, name: str) -> None:
+    if message not in _logged:
+        _logged.add(message)
+        logger.warning(message, name)
 
 
 def mask_rectangles(

@@ -132,6 +132,7 @@ class TextAttention:
     is_correct: np.ndarray  # bool [phrases, R]
     length: int  # L, slots before the regions
     maps: dict[str, np.ndarray]  # graph -> float16 [layers, heads, slots, slots]
+    image_size: tuple[int, int] | None = None  # (height, width) of the original image
 
 
 @dataclasses.dataclass
@@ -246,6 +247,7 @@ def add_batch(
                     index=record["text_index"],
                     caption=inputs.caption,
                     file_name=record["file_name"],
+                    image_size=tuple(record["image_size"]),
                     region_boxes=inputs.boxes,
                     allowed=inputs.allowed.cpu().numpy(),
                     is_correct=inputs.is_correct.cpu().numpy(),

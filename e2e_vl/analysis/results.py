@@ -462,7 +462,7 @@ def _region_overlay(
         marks += [(box, "annotated", GREEN) for box in text.caption.boxes[phrase]]
     shown = Overlay(text.index, text.caption.words, graph, title, note, path)
     try:
-        image = load_image(text.file_name, "RGB")
+        image = load_image(text.file_name, "RGB", text.image_size)
     except (FileNotFoundError, ValueError) as error:  # in an archive, or absent because features are precomputed
         return dataclasses.replace(shown, file=None, problem=str(error))
     picture = draw_boxes(draw_heat_map(image, regions[allowed], seen[allowed]), *zip(*marks, strict=True), title)

@@ -403,16 +403,19 @@ class ImageLoader:
         try:
             file = image.locate()
             content, name = (file.content, file.name) if isinstance(file, ImageBytes) else (file, str(file))
-            pixels, size = load_resized(content, augmentation.resize, rules.channel_order, name)
+            size = None if annotated_size is None else tuple(annotated_size)
+            pixels, size = load_resized(content, augmentation.resize, rules.channel_order, name, size)
         except (ValueError, OSError) as error:
             if not blank_if_broken or annotated_size is None:
                 raise BrokenImageError from error
             size, is_blank = tuple(annotated_size), True
             pixels = np.zeros((*augmentation.resize.target_size(*size), 3), dtype=np.uint8)
         if annotated_size is not None and size != tuple(annotated_size):
+            is_turned = size == tuple(annotated_size)[::-1]
+            hint = ", which was turned since, or has lost its EXIF rotation" if is_turned else ""
             raise UserError(
                 f"{name}: image {image.id} is {size[1]} x {size[0]} pixels, but "
-                f"{annotated_size[1]} x {annotated_size[0]} in its annotation file; use the annotated images"
+                f"{annotated_size[1]} x {annotated_size[0]} in its annotation file{hint}; use the annotated images"
             )
         if augmentation.flip:
             pixels = np.ascontiguousarray(pixels[:, ::-1])
@@ -439,9 +442,16 @@ class ImageLoader:
             )
         boxes_size = None if found is None else found.image_size
         if None not in (image.size, boxes_size) and image.size != boxes_size:
+            is_rotated = image.size == boxes_size[::-1]
+            remedy = "use features of the same images"
+            if is_rotated:
+                remedy = (
+                    "one size is before its EXIF rotation and one after it; extract the features with the annotation "
+                    "file as --images, or annotate the upright image"
+                )
             raise UserError(
                 f"{found.origin}: the image was {boxes_size[1]} x {boxes_size[0]} pixels, but "
-                f"{image.size[1]} x {image.size[0]} in its annotations; use features of the same images"
+                f"{image.size[1]} x {image.size[0]} in its annotations; {remedy}"
             )
 
     def _precomputed(self, image: SampleImage, found: CandidateBoxes, augmentation: Augmentation) -> ImageExample:

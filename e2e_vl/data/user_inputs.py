@@ -24,7 +24,7 @@ from detector.io import read_json
 from e2e_vl.data.box_checks import require_pixels
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.vcr import Outlines
-from e2e_vl.io import FourNumbers, Id, Name, Pixel, Record, box_corners, files_in, read_text
+from e2e_vl.io import Count, FourNumbers, Id, Name, Pixel, Record, box_corners, files_in, read_text
 from e2e_vl.samples import AnnotatedObjects, ImageBytes
 
 logger = logging.getLogger(__name__)
@@ -118,6 +118,8 @@ def _fetch(address: str) -> ImageBytes:
 class _ListedRow(Record):
     id: Id
     file_name: Name
+    width: Count | None = None
+    height: Count | None = None
 
 
 class _ImagesFile(Record):
@@ -146,6 +148,7 @@ class ListedImage:
 
     id: str
     path: Path
+    annotated_size: tuple[int, int] | None = None  # (height, width) in the list, see `detector.images.load_image`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +157,7 @@ class GivenBoxes:
 
     boxes: np.ndarray  # float64 [R, 4], continuous xyxy in pixels of the original image
     ids: np.ndarray  # int64 [R], annotation ids, or the row in the file, see `read_given_boxes`
+    annotated_size: tuple[int, int] | None = None  # (height, width) of the image in the file
 
 
 def list_images(source: str | Path, root: str | Path | None = None) -> list[ListedImage]:
@@ -166,13 +170,15 @@ def list_images(source: str | Path, root: str | Path | None = None) -> list[List
         root: folder that listed paths are relative to; default: the folder of the list.
     """
     source = user_path(source)
+    images: list[ListedImage] = []
     if source.is_dir():
         images = [ListedImage(_id(path.relative_to(source)), path) for path in files_in(source, IMAGE_SUFFIXES)]
     else:
         root = user_path(root) if root is not None else source.parent
         if source.suffix.lower() == ".json":
-            rows = read_json(source, _ImagesFile).images
-            images = [ListedImage(str(row.id), root / row.file_name) for row in rows]
+            for row in read_json(source, _ImagesFile).images:
+                size = (row.height, row.width) if row.height and row.width else None
+                images.append(ListedImage(str(row.id), root / row.file_name, size))
         else:
             lines = (line.strip() for line in read_text(source).split("\n"))
             images = [ListedImage(_id(Path(line)), root / line) for line in lines if line]
@@ -207,25 +213,25 @@ def read_given_boxes(path: str | Path) -> dict[str, GivenBoxes]:
             box = box_corners(detection.box or detection.bbox or (0, 0, 0, 0), f"{path}: detection {number}")
             rows.append((str(detection.image_id), box, detection.det_id))
         require_pixels(np.array([box for _, box, _ in rows]), str(path))
-        image_ids = [image_id for image_id, _, _ in rows]
+        size_of = {image_id: None for image_id, _, _ in rows}
     else:
         images = CocoInstances(path).images
-        image_ids = [str(image.id) for image in images]
-        for image_id, image in zip(image_ids, images, strict=True):
-            rows += [(image_id, annotated.box, annotated.id) for annotated in image.objects]
+        size_of = {str(image.id): (image.height, image.width) for image in images}
+        for image in images:
+            rows += [(str(image.id), annotated.box, annotated.id) for annotated in image.objects]
     words = [box_id for _, _, box_id in rows if isinstance(box_id, str)]
     if words:
         logger.warning("%s: boxes are numbered as in the file, because ids such as %r are no integers.", path, words[0])
-    boxes: dict[str, list[FourNumbers]] = {image_id: [] for image_id in image_ids}
-    ids: dict[str, list[int]] = {image_id: [] for image_id in image_ids}
+    boxes: dict[str, list[FourNumbers]] = {image_id: [] for image_id in size_of}
+    ids: dict[str, list[int]] = {image_id: [] for image_id in size_of}
     for number, (image_id, box, box_id) in enumerate(rows):
         boxes[image_id].append(box)
         ids[image_id].append(number if words or box_id is None else box_id)
     return {
         image_id: GivenBoxes(
-            np.array(image_boxes, dtype=np.float64).reshape(-1, 4), np.array(ids[image_id], dtype=np.int64)
+            np.array(boxes[image_id], dtype=np.float64).reshape(-1, 4), np.array(ids[image_id], dtype=np.int64), size
         )
-        for image_id, image_boxes in boxes.items()
+        for image_id, size in size_of.items()
     }
 
 

@@ -160,10 +160,15 @@ class _ImageFiles(Dataset):
 
     def __getitem__(self, index: int) -> InputImage | tuple[str, str]:
         image, given = self.images[index], None
+        annotated_size = image.annotated_size
         if self.given is not None:
             given = self.given.get(image.id, GivenBoxes(np.zeros((0, 4)), np.zeros(0, dtype=np.int64)))
+            annotated_size = given.annotated_size or annotated_size
         try:
-            pixels, size = load_resized(image.path, self.resize, self.channel_order)
+            pixels, size = load_resized(image.path, self.resize, self.channel_order, annotated_size=annotated_size)
+            if given is not None and given.annotated_size not in (None, size):
+                height, width = given.annotated_size
+                raise UserError(f"the boxes are of an image of {width} x {height} pixels, not {size[1]} x {size[0]}")
             return InputImage(image.id, str(image.path), pixels, size, given)
         except (ValueError, OSError) as error:
             return image.id, str(error)

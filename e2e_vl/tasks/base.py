@@ -307,7 +307,7 @@ class Task(nn.Module, abc.ABC):
         if prediction.file_name is None:
             return None
         boxes, labels, unsure = phrase_boxes(prediction)
-        return draw_boxes(load_image(prediction.file_name, "RGB"), boxes, labels, dashed=unsure)
+        return draw_boxes(load_image(prediction.file_name, "RGB", prediction.image_size), boxes, labels, dashed=unsure)
 
     def describe(self, prediction: Prediction) -> PredictionSummary:
         """The question, the answer and the truth as text."""

@@ -253,7 +253,9 @@ class DetectionTask(Task):
                 label = f"{'crowd of' if entry.is_crowd else 'missed'} {entry.category}"
                 drawn.append((entry.box, label, GREEN))
         boxes, labels, colours = [list(column) for column in zip(*drawn, strict=True)] or [[], [], []]
-        return draw_boxes(load_image(prediction.file_name, "RGB"), boxes, labels=labels, colours=colours)
+        return draw_boxes(
+            load_image(prediction.file_name, "RGB", prediction.image_size), boxes, labels=labels, colours=colours
+        )
 
     def describe(self, prediction: DetectionPrediction) -> PredictionSummary:
         shown, found = self._matches(prediction)

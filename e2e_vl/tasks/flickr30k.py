@@ -207,7 +207,7 @@ class Flickr30KTask(Task):
                 boxes += prediction.gt_boxes[number]
                 labels += [f"meant: {phrase}"] * len(prediction.gt_boxes[number])
             colours += [PALETTE[number % len(PALETTE)]] * (len(boxes) - len(colours))
-        return draw_boxes(load_image(prediction.file_name, "RGB"), boxes, labels, colours)
+        return draw_boxes(load_image(prediction.file_name, "RGB", prediction.image_size), boxes, labels, colours)
 
     def describe(self, prediction: Flickr30KPrediction) -> PredictionSummary:
         ranks, types = prediction.ranks, {kind for own in prediction.phrase_types or () for kind in own}

@@ -237,7 +237,9 @@ class ReferringTask(Task):
         others = zip(*phrase_boxes(prediction, first), itertools.cycle(OTHER_COLOURS))
         marks += [(own, label, colour, is_unsure) for own, label, is_unsure, colour in others]
         boxes, labels, colours, dashed = zip(*marks, strict=True) if marks else ((), (), (), ())
-        return draw_boxes(load_image(prediction.file_name, "RGB"), boxes, labels, colours, dashed=dashed)
+        return draw_boxes(
+            load_image(prediction.file_name, "RGB", prediction.image_size), boxes, labels, colours, dashed=dashed
+        )
 
     def describe(self, prediction: ReferringPrediction) -> PredictionSummary:
         """The expression, the predicted and the true box, and whether any candidate was right."""

@@ -636,7 +636,7 @@ class VCRTask(Task):
 
     def draw(self, prediction: VCRPrediction) -> np.ndarray:
         names, boxes = zip(*prediction.named_boxes, strict=True) if prediction.named_boxes else ((), ())
-        return draw_boxes(load_image(prediction.file_name, "RGB"), boxes, names)
+        return draw_boxes(load_image(prediction.file_name, "RGB", prediction.image_size), boxes, names)
 
     def describe(self, prediction: VCRPrediction) -> PredictionSummary:
         label, choice = prediction.label, prediction.choice

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from detector.config import SelectionRule
 from detector.errors import UserError
@@ -235,6 +236,27 @@ def test_the_first_object_without_an_outline_is_logged(photo, caplog):
         assert masks.any(axis=(1, 2)).tolist() == [True, False, False]
     [record] = caplog.records
     assert "image 7: the outline of object 1" in record.getMessage()
+
+
+@pytest.mark.parametrize("orientation", [5, 6, 7, 8])
+def test_a_photo_annotated_without_its_exif_rotation_is_as_annotated(tiny, photo, tmp_path, orientation):
+    """Pixels, candidates, objects, masks and boxes to mask are what they would be without EXIF data."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    with Image.open(photo.file) as stored:
+        stored.save(tmp_path / "seven.png", exif=exif)
+    photo = with_outlines(photo, [LEFT_HALF], [SQUARE], [CORNER])
+    photo = dataclasses.replace(photo, boxes_to_mask=np.array([GT_7[1]]))
+    rotated = dataclasses.replace(photo, file=tmp_path / "seven.png")
+    for flip in (False, True):
+        rules = {"resize": DOUBLE, "flip": flip, "with_objects": True, "mask_size": 14}
+        expected, example = load(photo, **rules), load(rotated, **rules)
+        example.name = expected.name
+        np.testing.assert_equal(dataclasses.asdict(example), dataclasses.asdict(expected))
+    upright = dataclasses.replace(rotated, size=(100, 60), objects=None, boxes_to_mask=None)
+    assert load(upright, "online").image_transform.original_size == (100, 60)
+    with refused("seven.png", "99 x 60"):
+        load(dataclasses.replace(rotated, size=(60, 99)))
 
 
 @pytest.fixture

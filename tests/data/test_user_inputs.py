@@ -18,6 +18,7 @@ from detector.errors import UserError
 from detector.images import ResizeRule, load_image, load_resized
 from e2e_vl.data import user_inputs
 from e2e_vl.data.user_inputs import (
+    ListedImage,
     convert_boxes,
     list_images,
     read_boxes,
@@ -46,9 +47,10 @@ def test_images_of_lists(tmp_path):
     assert [image.path for image in found] == [tmp_path / "one/b.jpg", tmp_path / "c.png", tmp_path / "../d.png"]
     assert list_images(tmp_path / "list.txt", "/photos")[0].path == Path("/photos/one/b.jpg")
     path = tmp_path / "images.json"
-    path.write_text(json.dumps({"images": [{"id": 7, "file_name": "a/x.jpg"}, {"id": 3, "file_name": "y.jpg"}]}))
-    found = [(image.id, image.path) for image in list_images(path, tmp_path / "r")]
-    assert found == [("7", tmp_path / "r/a/x.jpg"), ("3", tmp_path / "r/y.jpg")]
+    sized = {"id": 7, "file_name": "a/x.jpg", "width": 40.0, "height": 30}
+    path.write_text(json.dumps({"images": [sized, {"id": 3, "file_name": "y.jpg", "width": 0, "height": 0}]}))
+    found = list_images(path.rename(tmp_path / "images.JSON"), tmp_path / "r")
+    assert found == [ListedImage("7", tmp_path / "r/a/x.jpg", (30, 40)), ListedImage("3", tmp_path / "r/y.jpg")]
 
 
 def test_lists_that_cannot_be_used(tmp_path):

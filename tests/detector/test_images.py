@@ -79,6 +79,31 @@ def test_exif_orientation(tmp_path: Path, kind: str):
     assert np.abs(loaded.astype(int) - upright).max() < 8
 
 
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["png", "tiff"])
+def test_images_annotated_without_their_exif_rotation_are_read_as_stored(tmp_path: Path, kind: str, orientation: int):
+    """The size tells how it was annotated, if the orientation exchanges the sides."""
+    stored, path = random_pixels(32, 48), tmp_path / f"a.{kind}"
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    Image.fromarray(stored).save(path, exif=exif)
+    upright = load_image(path, "RGB")
+    assert np.array_equal(load_image(path, "RGB", upright.shape[:2]), upright)
+    as_annotated = load_image(path, "RGB", (32, 48))
+    assert np.array_equal(as_annotated, stored if orientation > 4 else upright)
+    assert np.array_equal(load_image(path, "RGB", (7, 7)), upright)
+    resized, size = load_resized(path, ResizeRule(32, 48), "RGB", annotated_size=(32, 48))
+    assert size == (32, 48) and np.array_equal(resized, as_annotated)
+
+
+def test_a_square_image_is_read_upright(tmp_path: Path):
+    stored = random_pixels(32, 32)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(stored).save(tmp_path / "a.png", exif=exif)
+    assert np.array_equal(load_image(tmp_path / "a.png", "RGB", (32, 32)), np.rot90(stored, -1))
+
+
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF")
 def test_unreadable_exif_is_upright(tmp_path: Path):
     pixels = random_pixels()

@@ -20,7 +20,7 @@ from detector.images import ResizeRule, load_resized, make_image_batch, normalis
 from detector.structures import ImageBatch
 from e2e_vl.config import ExtractionSettings, save_config
 from e2e_vl.data.features import RegionFeatures, open_features
-from e2e_vl.data.user_inputs import GivenBoxes, list_images
+from e2e_vl.data.user_inputs import GivenBoxes, ListedImage, list_images
 from e2e_vl.extraction import bulk
 from e2e_vl.extraction.bulk import ExtractionJob, ExtractionSummary, extract_images, make_stamp, parameters_hash
 from e2e_vl.extraction.regions import (
@@ -277,6 +277,29 @@ def test_given_boxes(make_job, source, input_of):
     assert np.allclose(record.features, again, atol=1e-4)
     whole = described_again(source, input_of("0"), np.array([[0, 0, *last_pixel[1][2:]]], dtype=np.float32))
     assert np.allclose(record.image_feature, whole[0], atol=1e-4)
+
+
+def test_given_boxes_of_a_photo_annotated_without_its_exif_rotation(make_job, tmp_path):
+    job = make_job("npz", settings=ExtractionSettings("given"))
+    photo = job.images[0]
+    with Image.open(photo.path) as image:
+        stored, size = image.convert("RGB"), (image.height, image.width)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    boxes = GivenBoxes(np.array([[3.2, 4, 50, 60.7]]), np.array([5]), size)
+    seen = {}
+    for name, options in (("plain", {}), ("rotated", {"exif": exif})):
+        path = tmp_path / f"{name}.png"
+        stored.save(path, **options)
+        images = [ListedImage(name, path)]
+        extract(dataclasses.replace(job, images=images, given={name: boxes}, output=job.output.with_name(name)))
+        seen[name] = open_features(job.output.with_name(name))[name]
+    assert seen["plain"].image_size == seen["rotated"].image_size == size
+    np.testing.assert_array_equal(seen["plain"].features, seen["rotated"].features)
+    other = dataclasses.replace(job, output=job.output.with_name("other"), images=[photo])
+    wrong = dataclasses.replace(boxes, annotated_size=(9, 9))
+    [failure] = extract(dataclasses.replace(other, given={photo.id: wrong})).failures.values()
+    assert "9 x 9" in failure
 
 
 def test_an_interrupted_extraction_goes_on(make_job, monkeypatch):

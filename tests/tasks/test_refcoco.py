@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
 from detector.errors import UserError
 from detector.structures import Regions
@@ -233,6 +234,17 @@ def test_truth_is_green_right_is_blue_and_wrong_is_red(grey, changes, seen, unse
     picture = ReferringTask(8).draw(prediction_of(grey, **changes))
     assert all(has_colour(picture, colour).sum() > 100 for colour in seen)
     assert not any(has_colour(picture, colour).any() for colour in unseen)
+
+
+def test_a_picture_of_a_photo_that_was_annotated_without_its_exif_rotation(tmp_path):
+    stored = Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 100, 3), dtype=np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    stored.save(tmp_path / "a.png")
+    stored.save(tmp_path / "rotated.png", exif=exif)
+    names = ("a.png", "rotated.png")
+    pictures = [ReferringTask(8).draw(prediction_of(str(tmp_path / name), image_size=[60, 100])) for name in names]
+    assert np.array_equal(*pictures)
 
 
 def test_phrases_have_other_colours_and_the_first_is_left_out_where_it_names_the_answer(grey):
