@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from detector.config import NORM_EPS, DetectorConfig
+from detector.config import NORM_EPS, DetectorConfig, flatten, load_tree
 from detector.errors import MissingFileError, UserError, first_line
 from detector.io import NUMPY_IN_PICKLES, atomic_file, read_json, read_pickle, write_text
 from detector.rpn import configured_cell_anchors
@@ -312,6 +312,30 @@ def _drop_config_buffers(config: DetectorConfig, tensors: dict[str, Tensor], sou
     return {name: value for name, value in tensors.items() if name not in expected}
 
 
+def _read_conventions(path: Path) -> dict[str, Any]:
+    """Read the `CONVENTIONS` that a file beside weights states; none if it is missing or no detector config."""
+    if not path.is_file():
+        return {}
+    try:
+        tree = flatten(load_tree(path))
+        stated = {key: tree[key] for key in CONVENTIONS if key in tree}
+        return {key: DetectorConfig.from_flat(stated).to_flat()[key] for key in stated}
+    except UserError:  # a YAML file of another program
+        return {}
+
+
+def _warn_of_other_conventions(config: DetectorConfig, trained_with: dict[str, Any], weights: str, where: str) -> None:
+    """Log a warning if weights were trained with other `CONVENTIONS`, although all their shapes fit."""
+    used = config.to_flat()
+    different = [key for key in CONVENTIONS if key in trained_with and used.get(key) != trained_with[key]]
+    if different:
+        logger.warning(
+            "%s was trained with %s, but the detector's config has other values, so its features will differ. See "
+            "%s for the right config.",
+            *(weights, ", ".join(f"{key} {trained_with[key]}" for key in different), where),
+        )
+
+
 def load_checkpoint(
     detector: Detector, path: str | Path, *, expect: Literal["all", "no_attributes", "no_predictor", "backbone"] = "all"
 ) -> LoadReport:
@@ -341,15 +365,13 @@ def load_checkpoint(
         options = {"only": next(trunk for trunk in TRUNKS if any(name.startswith(trunk) for name in names))}
     report = load_weights(detector, tensors, path, layout=layout, **options)
     published = find_published_weights(path)
-    if published is not None:  # shapes match, but other settings may differ
-        own, theirs = detector.config.to_flat(), DetectorConfig.from_yaml(published.config_path).to_flat()
-        different = [f"{key} {theirs[key]}" for key in CONVENTIONS if own.get(key) != theirs.get(key) and key in theirs]
-        if different:
-            logger.warning(
-                "%s was trained with %s, but the detector's config has other values, so its features will differ. See "
-                "%s.yaml in detector/published for the right config.",
-                *(published.name, ", ".join(different), published.config),
-            )
+    if published is not None:
+        theirs = DetectorConfig.from_yaml(published.config_path).to_flat()
+        config_name = f"{published.config}.yaml in detector/published"
+        _warn_of_other_conventions(detector.config, theirs, published.name, config_name)
+    else:
+        for config_path in (weights.path.with_suffix(".yaml"), weights.path.with_name(CONFIG_NAME)):
+            _warn_of_other_conventions(detector.config, _read_conventions(config_path), str(path), str(config_path))
     if expect in ("no_predictor", "backbone"):  # the classes are not those of the file
         return report
     load_class_names(detector, weights.path.parent)

@@ -47,6 +47,29 @@ def test_weights_settings_and_class_names_are_saved_and_loaded(tmp_path: Path):
     assert loaded.class_names is None
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "parts"),
+    [
+        ("config.yaml", None, ["INPUT.FORMAT BGR", "MODEL.PIXEL_MEAN [103.53"]),  # as it was saved
+        ("config.yaml", "INPUT: {FORMAT: RGB}\nMODEL: {PIXEL_STD: [1, 1, 57.0]}", ["PIXEL_STD [1.0, 1.0, 57.0]"]),
+        ("model.yaml", "MODEL: {PIXEL_MEAN: [0, 0, 0]}", ["MODEL.PIXEL_MEAN [0.0, 0.0, 0.0]"]),
+        ("config.yaml", "INPUT: {FORMAT: RGB}", None),
+        ("config.yaml", "detector: {config: x.yaml}\nINPUT: 3", None),  # of another program
+        ("config.yaml", "{", None),
+    ],
+)
+def test_weights_of_other_conventions_than_the_file_beside_them_says(tmp_path: Path, caplog, file, content, parts):
+    published.save_detector(make(), tmp_path)
+    if content is not None:
+        (tmp_path / "config.yaml").unlink()
+        (tmp_path / file).write_text(content)
+    tree = {"MODEL": {**TREE, "PIXEL_MEAN": [123.675, 116.28, 103.53]}, "INPUT": {"FORMAT": "RGB"}}
+    load_checkpoint(FasterRCNN(DetectorConfig.from_yaml(tree)), tmp_path / "model.safetensors")
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == (parts is not None)
+    assert all(part in messages[0] and file in messages[0] for part in parts or ())
+
+
 def test_misfits_are_counted_and_named_and_nothing_is_loaded():
     model, other = make(), make(ROI_HEADS={"NUM_CLASSES": 5})
     tensors = other.state_dict()
