@@ -54,6 +54,9 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     row_remarks = Remarks(source if args.expressions is None else user_path(args.expressions))
     if args.expressions is not None:
         rows = read_rows(row_remarks.source, row_remarks)
+        if not rows:
+            row_remarks.raise_errors()
+            raise UserError(f"{row_remarks.source} has no expressions.")
     instances, refs = convert(boxes, rows, photos, args.val, row_remarks, skip_missing=args.skip_missing)
     write_json(files["instances.json"], instances)
     write_json(files["refs.json"], refs)

@@ -233,17 +233,25 @@ def convert_files(tmp_path: Path, photos: Path, files: dict, *words: str) -> tup
 
 
 REFUSED = {  # what is wrong -> files of the export, parts of the message
-    "no area": ({"b.csv": BOX + "a.jpg,mug,1,2,0,4,x\na.jpg,mug,1,2,3,-4,x\n"}, ["(2): line 3", "line 4"]),
+    "no area": ({"b.csv": BOX + "a.jpg,mug,1,2,0,4,x\na.jpg,mug,1,2,3,-4,x\n"}, ["(2): line 3 (", "; line 4 ("]),
     "outside": ({"b.csv": BOX + "a.jpg,mug,120,2,30,40,x\n"}, ["outside", "line 3", "100 x 80"]),
     "no number": ({"b.csv": BOX + "a.jpg,mug,far,2,30,40,x\na.jpg,mug,,2,30,4,\n"}, ["line 3", "line 4 (x is missing"]),
     "not finite": ({"b.csv": BOX + "a.jpg,mug,inf,2,30,40,x\n"}, ["line 3"]),
-    "no label": ({"b.csv": BOX + "a.jpg,,1,2,30,40,x\n,mug,1,2,3,4,x\n"}, ["line 3, line 4"]),
+    "no label": ({"b.csv": BOX + "a.jpg,,1,2,30,40,x\n,mug,1,2,3,4,x\n"}, ["line 3; line 4. Correct"]),
     "comma": ({"b.csv": BOX + "a.jpg,mug,1,2,30,40,the mug, not the pen\n"}, ["line 3", "quotes"]),
     "quote": ({"b.csv": BOX + 'a.jpg,mug,1,2,3,4,"x\na.jpg,mug,1,2,3,4,"x"\n'}, ["line 3", "quote"]),
     "quote to the end": ({"b.csv": BOX + 'a.jpg,mug,1,2,3,4,"x\na.jpg,mug,1,2,3,4,x\n'}, ["line 3", "quote"]),
     "quote over rows": ({"b.csv": BOX + 'a.jpg,mug,1,2,3,4,"x\na.jpg,mug,1,2,3,4,x"\n'}, ["line 3", "quote"]),
     "no header": ({"b.csv": "a.jpg,mug,1,2,30,40\n"}, ["first line", "a.jpg, mug"]),
     "header twice": ({"b.csv": "image,label,x,x,y,width,height\n"}, ["x twice"]),
+    "rotated": (
+        {"b.csv": "image,label,x,y,w,h,angle\na.jpg,mug,1,2,3,4,0.0\na.jpg,mug,1,2,3,4,30\n"},
+        ["(1): line 3. Give"],
+    ),
+    "rotation": (
+        coco_of({"attributes": {"rotation": "left"}}, {"rotation": 0.5}),
+        ["annotation 5; x.json, annotation 6. Export"],
+    ),
     "no columns of a box": ({"b.csv": "image,label,xc,yc,w,h\na.jpg,mug,1,2,3,4\n"}, ["first line", "xc, yc"]),
     "VIA": ({"b.csv": "filename,region_shape_attributes\n"}, ["COCO"]),
     "empty": ({"b.csv": "image,label,x,y,width,height\n"}, ["no boxes"]),
@@ -301,6 +309,8 @@ def test_what_has_no_meaning_is_refused_with_its_places(tmp_path, photos, capsys
 
 READ = {  # what is odd -> files of the export, the boxes of a.jpg, part of what is said about it
     "rotated": (coco_of({"bbox": [40, 10, 20, 60], "attributes": {"rotation": 90.0}}), [[20, 30, 60, 20]], "rotated"),
+    "tiny": (coco_of({"bbox": [0, 0, 1, 1]}), [[0, 0, 1, 1]], "2 x 2 pixels (1)"),
+    "rotated, as text": (coco_of({"attributes": {"rotation": "-90"}}), [[5, 25, 40, 30]], "rotated"),
     "not rotated": (coco_of({"attributes": None}, {"attributes": [], "id": 5.0}), [[10, 20, 30, 40]], ""),
     "polygon": (coco_of({"bbox": [], "segmentation": [[1, 2, 30, 2, 30, 40]]}), [[1, 2, 29, 38]], ""),
     "clipped": (coco_of({"bbox": [90, 70, 20, 20]}), [[90, 70, 10, 10]], "clipped to their photos (1)"),
@@ -362,7 +372,7 @@ def test_missing_photos_are_all_named_or_left_out(tmp_path, photos, capsys):
     rows = BOX + "".join(f"{number}.jpg,mug,1,2,3,4,x\n" for number in range(14))
     assert convert_files(tmp_path, photos, {"b.csv": rows})[0] == 2
     message = capsys.readouterr().err
-    assert "(14): 0.jpg, 1.jpg" in message and "11.jpg and 2 more" in message and "--skip-missing" in message
+    assert "(14): 0.jpg; 1.jpg" in message and "11.jpg and 2 more" in message and "--skip-missing" in message
     assert convert_files(tmp_path, photos, {"b.csv": rows}, "--skip-missing") == (0, [[10, 20, 30, 40]])
     assert "missing photos are left out (14)" in capsys.readouterr().out
     assert convert_files(tmp_path, photos, {"b.csv": rows.replace("a.jpg", "z.jpg")}, "--skip-missing")[0] == 2
@@ -411,6 +421,7 @@ def test_the_page_shows_the_boxes_and_what_was_changed(tmp_path, photos):
 
 WRONG_EXPRESSIONS = [
     ("image,box,text\na.jpg,7,the cup\na.jpg,8.0,pen\n", ["line 2", "the cup", "7", "0, 1", "line 3", "box 8"]),
+    ("image,box,text\n", ["no expressions"]),
     ("image,box,text\nb.jpg,2,the cup\n", ["line 2", "several boxes"]),
     ("image,x,text\na.jpg,far,the cup\n", ["t.csv", "line 2", "far"]),
     ("image,box,text\nz.jpg,0,the cup\na.jpg,0, \n", ["line 2", "z.jpg", "line 3"]),

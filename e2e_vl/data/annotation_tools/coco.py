@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,10 +35,11 @@ class _Annotation(Record):
     image_id: Id
     category_id: Id
     id: Id | None = None
-    bbox: list[float] | None = None  # x, y, width, height
+    bbox: list[float | None] | None = None  # x, y, width, height
     segmentation: Any = None
     iscrowd: int | bool | None = None
     attributes: Any = None  # CVAT's, as an object; other tools write null or a list
+    rotation: float | None = None  # not of a known tool
 
 
 class _Category(Record):
@@ -73,9 +75,15 @@ def read_coco(path: Path, source: Path, remarks: Remarks) -> Iterator[Annotation
             remarks.refuse("annotations without a bbox of four numbers", where)
             continue
         attributes = row.attributes if isinstance(row.attributes, dict) else {}
-        rotation = attributes.get("rotation")
-        if isinstance(rotation, int | float) and rotation % 180:
-            corners = _around_rotated(corners, rotation)
+        try:
+            degrees = float(attributes.get("rotation") or 0)
+        except (TypeError, ValueError):
+            degrees = math.nan
+        if row.rotation or not math.isfinite(degrees):
+            remarks.refuse("rotations that are not written as CVAT does", where, "export upright boxes")
+            continue
+        if degrees % 180:
+            corners = _around_rotated(corners, degrees)
             remarks.note("rotated boxes became the upright boxes around them", where)
         text = attributes.get("expression")
         yield Annotation(
@@ -93,7 +101,7 @@ def read_coco(path: Path, source: Path, remarks: Remarks) -> Iterator[Annotation
 
 def _corners(row: _Annotation) -> FourNumbers | None:
     """x1, y1, x2, y2 of the bbox, or of the box around the polygons where there is no bbox."""
-    if row.bbox and len(row.bbox) == 4:
+    if row.bbox and len(row.bbox) == 4 and None not in row.bbox:
         x, y, width, height = row.bbox
         return x, y, x + width, y + height
     if row.bbox or not isinstance(row.segmentation, list):

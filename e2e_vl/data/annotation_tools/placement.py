@@ -12,6 +12,7 @@ from e2e_vl.data.annotation_tools.records import Annotation, Remarks, Row
 from e2e_vl.data.box_checks import check_file_boxes, look_like_corners, reach_outside, require_pixels
 from e2e_vl.io import FourNumbers
 
+_SMALL = 2  # pixels
 _SHARE_OF_CORNERS = 0.25  # of boxes that reach outside their photos, from which on they are taken for corners
 
 
@@ -146,6 +147,8 @@ def _clip(where: str, corners: np.ndarray, size: np.ndarray, remarks: Remarks) -
         is_outside = width <= 0 or height <= 0
         problem = "boxes outside their photos" if is_outside else "boxes smaller than a hundredth of a pixel"
         remarks.refuse(problem, details)
+    elif max(box[2:]) < _SMALL:
+        remarks.note("boxes have less than 2 x 2 pixels", where)
     elif reach_outside(corners[None], size).any():
         remarks.note("boxes were clipped to their photos", where)
     return box

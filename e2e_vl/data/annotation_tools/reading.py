@@ -59,7 +59,7 @@ def _read(source: Path, photos: Photos, remarks: Remarks, ignored: Collection[Pa
     if suffix in TABLES:
         return read_table(source, remarks)
     if suffix not in (".json", ".xml"):
-        description = other_tools.describe_suffix(suffix) or f"a file whose suffix {suffix} is not known"
+        description = other_tools.describe_suffix(suffix) or "neither a folder nor a file .json, .xml, .csv or .tsv"
         raise UserError(f"{source} is {description}.")
     recognised = (_recognise_json if suffix == ".json" else _recognise_xml)(source)
     if recognised.format is None:

@@ -70,7 +70,7 @@ class Remarks:
     def raise_errors(self) -> None:
         """Raise one UserError with a sentence per kind of problem, unless there are no problems."""
         sentences = [
-            f"{self.source} has {problem} ({len(records)}): {list_examples(records)}; {remedy}."
+            f"{self.source} has {problem} ({len(records)}): {list_examples(records)}. {remedy[0].upper()}{remedy[1:]}."
             for (problem, remedy), records in self.errors.items()
         ]
         if sentences:
@@ -80,7 +80,7 @@ class Remarks:
 def list_examples(records: list[str]) -> str:
     """The first records, and the number of the others."""
     hidden = len(records) - MOST_EXAMPLES
-    return ", ".join(records[:MOST_EXAMPLES]) + (f" and {hidden} more" if hidden > 0 else "")
+    return "; ".join(records[:MOST_EXAMPLES]) + (f" and {hidden} more" if hidden > 0 else "")
 
 
 def enclosing_corners(points: np.ndarray) -> FourNumbers:

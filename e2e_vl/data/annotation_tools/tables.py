@@ -38,6 +38,7 @@ NAMES = {  # column -> its names, in small letters and without spaces, dots, das
     "y2": "y2 ymax bottom bboxy2 bboxymax",
     "image_width": "imagewidth imgwidth",
     "image_height": "imageheight imgheight",
+    "rotation": "rotation angle theta",
 }
 _COLUMN_OF = {name: column for column, names in NAMES.items() for name in names.split()}
 _MISSING = ("", "nan", "none", "null")  # how pandas and spreadsheets write an empty cell
@@ -100,12 +101,16 @@ def read_table(path: Path, remarks: Remarks) -> Iterator[Annotation]:
         try:
             corners = _corners(line.cells)
             image_size = _image_size(line.cells, corners)
+            rotation = _number(line.cells, "rotation") if "rotation" in line.cells else 0
         except ValueError as error:
             remarks.refuse("numbers that cannot be read", f"{line.where} ({error})")
             continue
         image, label = line.cells.get("image", ""), line.cells.get("label", "")
         if corners is None or not image or not label:
             remarks.refuse(f"rows without {_IMAGE_AND_BOX}", line.where)
+            continue
+        if rotation:
+            remarks.refuse("rotated boxes, which a table cannot hold", line.where, "give the upright boxes around them")
             continue
         yield Annotation(
             line.where,
