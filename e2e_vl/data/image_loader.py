@@ -25,6 +25,7 @@ from e2e_vl.config import BoxSource, DataSettings
 from e2e_vl.data.base import VLDataset, open_options
 from e2e_vl.data.box_checks import require_pixels, warn_of_boxes_outside
 from e2e_vl.data.features import FeatureStore, open_features
+from e2e_vl.data.tables import SkippedRecords
 from e2e_vl.examples import DetectionObjects, ImageExample, ImageTransform
 from e2e_vl.io import FourNumbers, Id, Record, Score, box_corners
 from e2e_vl.samples import (
@@ -111,16 +112,27 @@ class _Detection(Record):
 def read_detections(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Boxes float64 [R, 4] and scores float32 [R] of each image in MAttNet's `*_dets.json`, in file order.
 
-    The file is an unsorted list of {`image_id`, `box` [x, y, w, h], `score`, ...}.
+    The file is an unsorted list of {`image_id`, `box` [x, y, w, h], `score`, ...}. Boxes with a side of 0 are skipped,
+    and their number is logged; a negative side is an error.
     """
-    rows = defaultdict(list)
-    for number, one in enumerate(read_json(path, list[_Detection])):
-        rows[str(one.image_id)].append((box_corners(one.box, f"{path}: detection {number}"), one.score))
-    require_pixels(np.array([box for detections in rows.values() for box, _ in detections]), str(path))
-    return {
-        image_id: (np.array([box for box, _ in found]), np.array([score for _, score in found], dtype=np.float32))
-        for image_id, found in rows.items()
+    boxes: dict[str, list[FourNumbers]] = defaultdict(list)
+    scores: dict[str, list[float]] = defaultdict(list)
+    skipped = SkippedRecords(path)
+    for number, detection in enumerate(read_json(path, list[_Detection])):
+        image_id = str(detection.image_id)
+        if 0 in detection.box[2:]:
+            skipped.add("detections with an empty box", number)
+            continue
+        boxes[image_id].append(box_corners(detection.box, f"{path}: detection {number}"))
+        scores[image_id].append(detection.score)
+    skipped.log()
+    found = {
+        image_id: (np.array(corners, dtype=np.float64), np.array(scores[image_id], dtype=np.float32))
+        for image_id, corners in boxes.items()
     }
+    if found:
+        require_pixels(np.concatenate([corners for corners, _ in found.values()]), str(path))
+    return found
 
 
 class DetectedBoxes(BoxReader):

@@ -46,6 +46,9 @@ class VCRQuestion(Record):
     rationale_label: _Label = None
     family: str | None = None  # kind of question, in synthetic data only
 
+    def lacks(self, labels: Sequence[str]) -> bool:
+        return any(getattr(self, label) is None for label in labels)
+
     @property
     def sentences(self) -> tuple[_Tokens, ...]:
         """The question and all its choices."""
@@ -173,10 +176,14 @@ class VCRDataset(VLDataset):
         self.parts = [{}]
         each = options.condition_on == "each"
         needs_labels = needs.training or (options.question != "answer" and not each)
-        if (needs.training and each) or (needs_labels and self.questions[0].answer_label is None):
+        needs_rationales = needs.training and options.question != "answer"
+        labels = ("answer_label", "rationale_label") if needs_rationales else ("answer_label",)
+        unlabelled = [question.annot_id for question in self.questions if question.lacks(labels)]
+        if (needs.training and each) or (needs_labels and unlabelled):
             raise UserError(
-                f"{self.path}: the questions have no labels, or data.config.condition_on=each drops them; train "
-                "on a split with labels with condition_on=right, and predict a test split with condition_on=each."
+                f"{self.path}: {len(unlabelled)} questions have no labels{_such_as(unlabelled)}, or "
+                "data.config.condition_on=each drops them; train on a split with labels with condition_on=right, and "
+                "predict a test split with condition_on=each."
             )
         self._class_of = {name: number for number, name in enumerate(self.class_names)}
         unknown = {name for question in self.questions for name in question.objects} - self._class_of.keys()
@@ -281,6 +288,10 @@ class VCRDataset(VLDataset):
             choices=tuple(choices),
             names_are_phrases=self.options.names_are_phrases,
         )
+
+
+def _such_as(ids: Sequence[str]) -> str:
+    return f" (such as {ids[0]})" if ids else ""
 
 
 def _kept_objects(which: str, objects: Sequence[str], sentences: Sequence[Sentence]) -> tuple[int, ...] | None:

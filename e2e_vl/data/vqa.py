@@ -105,7 +105,11 @@ def read_questions(questions: Path, annotations: Path | None = None, split: str 
     image_set = coco_image_set(content.data_subtype) or coco_image_set(split) or split
     answered: dict[Id, _Annotation] = {}
     if annotations is not None:
-        answered = {row.question_id: row for row in stream_list(annotations, _Annotation, "annotations")}
+        for row in stream_list(annotations, _Annotation, "annotations"):
+            if answered.setdefault(row.question_id, row) != row:
+                raise UserError(
+                    f"{annotations} has two different annotations for question {row.question_id}; remove one of them"
+                )
     found = []
     for row in content.questions:
         question = VQAQuestion(row.question_id, row.image_id, image_set, row.question)

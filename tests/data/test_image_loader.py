@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
@@ -398,6 +399,14 @@ def test_centres_of_cells():
     assert not instance_mask([], np.array([0, 0, 4, 4]), at="centres").any()
 
 
+def test_detections_without_an_area_are_skipped_and_counted(tmp_path, caplog):
+    rows = [{"image_id": 7, "box": box, "score": 0.5} for box in ([1, 2, 30, 0], [1, 2, 30, 40], [5, 6, 0, 9])]
+    path = tmp_path / "dets.json"
+    path.write_text(json.dumps(rows))
+    assert read_detections(path)["7"][0].tolist() == [[1, 2, 31, 42]]
+    assert "skipped 2 detections with an empty box: 0, 2" in caplog.text
+
+
 def test_detections_come_by_falling_score_as_the_rule_keeps_them(tiny, tmp_path):
     found = DetectedBoxes([tiny.detections_file], SelectionRule(min_score=0.0)).read("7")
     assert found.origin == f"{tiny.detections_file}: image 7"
@@ -447,7 +456,7 @@ def test_features_of_given_boxes_keep_their_order(store, columns):
 
 @pytest.mark.parametrize(
     ("change", "key"),
-    [({"box": [1, 1, 0, 5]}, "detection 1"), ({"box": [1, 1]}, "[1].box"), ({"score": 7}, "[1].score")],
+    [({"box": [1, 1, -2, 5]}, "detection 1"), ({"box": [1, 1]}, "[1].box"), ({"score": 7}, "[1].score")],
 )
 def test_a_bad_detection_is_named(tiny, change, key):
     tiny.detections[1].update(change)

@@ -69,6 +69,13 @@ def test_a_split_without_labels(tiny):
         tiny.dataset(training=True)
 
 
+@pytest.mark.parametrize("options", [{"training": True}, {"question": "rationale"}])
+def test_a_question_without_a_label_among_others_is_named(tiny, options):
+    tiny.lines[1]["answer_label"] = None
+    with refused("val.jsonl", "1 questions have no labels", "val-1"):
+        tiny.dataset(**options)
+
+
 def test_image_boxes_classes_and_outlines(tiny):
     tiny.metadata["segms"][1] = []  # an object may have no outline
     [image] = tiny.dataset().sample((1,)).images

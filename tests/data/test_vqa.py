@@ -161,6 +161,7 @@ def test_a_repeated_question_is_skipped(settings, tiny, caplog):
         ("annotations", lambda rows: rows[0].update(image_id=8), "question 7000"),
         ("annotations", lambda rows: rows[0].update(answers=[]), "answers"),
         ("annotations", lambda rows: rows.pop(), "question 7002"),
+        ("annotations", lambda rows: rows.append(rows[0] | {"answers": [{"answer": "a"}]}), "question 7000"),
     ],
 )
 def test_a_bad_record_is_named(settings, tiny, kind, change, part):
