@@ -51,9 +51,10 @@ def decode_text(content: bytes, name: str) -> str:
         if _WINDOWS_PUNCTUATION.fullmatch(content):
             return content.decode("cp1252")
         line = content.count(b"\n", 0, error.start) + 1
+        place = f"{name}, line {line}" if b"\n" in content.strip() else name
         words = content[: error.start].rpartition(b"\n")[2][-10:] + content[error.start :].partition(b"\n")[0][:10]
         raise UserError(
-            f"{name}, line {line}: not UTF-8 (byte 0x{content[error.start]:02x}; in Windows-1252, the text would be "
+            f"{place}: not UTF-8 (byte 0x{content[error.start]:02x}; in Windows-1252, the text would be "
             f"{words.decode('cp1252', 'replace')!r}); save the file as UTF-8."
         ) from error
 

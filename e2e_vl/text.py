@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import itertools
 import operator
+import re
 import string
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -29,13 +30,15 @@ from e2e_vl.io import looks_like_hub_name, read_text
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 SPELLINGS = {f"{article} {who}": who for article in ("a", "the") for who in ("man", "woman")}
 SPELLINGS |= {"grey": "gray", **{word: str(number) for number, word in enumerate(NUMBERS, start=1)}}
+_UPPER_CASE = re.compile(r"^(?![\[<].*[\]>]$).*[A-Z]")  # in a wordpiece, not in [CLS], [unused1] or <URL>
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a BERT-style `vocab.txt` (one wordpiece per line, lower-cased), a folder or a hub name.
+    """Load a tokenizer from a BERT-style `vocab.txt` (one wordpiece per line), a folder or a hub name.
 
-    A folder contains a `vocab.txt` or what `save_pretrained` wrote. Only a text that cannot be a path is taken for a
+    A folder contains a `vocab.txt` or what `save_pretrained` wrote. Texts are lower-cased for a `vocab.txt`, unless it
+    has upper-case wordpieces. Only a text that cannot be a path is taken for a
     hub name such as `bert-base-uncased`, so a mistyped path never reaches for the network.
     """
     path = user_path(name_or_path)
@@ -49,7 +52,8 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
                 f"{path}: not a vocabulary, it must have {', '.join(SPECIAL_TOKENS)} and each wordpiece once; give a "
                 "BERT-style vocab.txt, one wordpiece per line"
             )
-        return BertTokenizer(vocab=vocabulary)
+        is_cased = any(_UPPER_CASE.search(word) for word in words)
+        return BertTokenizer(vocab=vocabulary, do_lower_case=not is_cased)
     is_folder = path.is_dir()
     if not is_folder and not looks_like_hub_name(str(name_or_path)):
         raise MissingFileError(

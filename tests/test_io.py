@@ -44,7 +44,7 @@ def test_boxes_become_corners():
 
 def test_text_files(tmp_path: Path):
     (tmp_path / "a.txt").write_bytes(b"gr\xf6\xdfer")
-    with refused("a.txt, line 1", "UTF-8"):
+    with refused("a.txt: not UTF-8"):
         read_text(tmp_path / "a.txt")
     with pytest.raises(FileNotFoundError, match=r"none\.txt"):
         read_text(tmp_path / "none.txt")

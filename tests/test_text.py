@@ -14,6 +14,7 @@ from e2e_vl.text import (
     CLS,
     MASK,
     SEP,
+    SPECIAL_TOKENS,
     Template,
     TextEncoding,
     TextLayout,
@@ -46,6 +47,19 @@ def test_the_vocabulary_has_a_fixed_order_and_unseen_words_are_spelled(vocabular
     tokenizer = load_tokenizer(vocabulary_file)
     assert tokenizer.tokenize("the red CAFÉ cafés") == ["the", "red", "cafe", "cafe", "##s"]
     assert tokenizer.tokenize("new word €") == [*["n", "##e", "##w", "w", "##o", "##r", "##d"], "[UNK]"]
+
+
+@pytest.mark.parametrize(
+    ("words", "pieces"),
+    [
+        (["the", "dog"], ["the", "dog"]),
+        (["the", "The", "Dog"], ["The", "Dog"]),
+        (["the", "dog", "[unused1]", "<URL>"], ["the", "dog"]),
+    ],
+)
+def test_a_vocabulary_with_upper_case_is_cased(tmp_path, words, pieces):
+    (tmp_path / "vocab.txt").write_text("\n".join([*SPECIAL_TOKENS, *words]))
+    assert load_tokenizer(tmp_path).tokenize("The Dog") == pieces
 
 
 def test_loading_a_file_and_a_saved_folder_give_the_same_ids(vocabulary_file, tmp_path):
