@@ -163,7 +163,12 @@ def read_ban(path: Path, ids: Path) -> Iterator[RegionFeatures]:
     with reading(path, OSError, KeyError):
         file = import_optional("h5py").File(path, "r")
         places = file["pos_boxes"][:].astype(np.int64)
-    if sorted(rows.values()) != list(range(len(places))):
+        num_rows = len(file["image_bb"])
+    if places.ndim != 2 or places.shape[1] != 2 or (places[:, 0] > places[:, 1]).any() or places.min(initial=0) < 0:
+        raise UserError(f"{path}: pos_boxes must hold the first row of each image and its last one plus one.")
+    if places.max(initial=0) > num_rows:
+        raise UserError(f"{path}: pos_boxes ends at row {places.max()}, but image_bb has {num_rows} rows.")
+    if not isinstance(rows, dict) or {*rows.values()} != {*range(len(places))} or len(rows) != len(places):
         raise UserError(
             f"{ids}: does not map ids to the {len(places)} images of {path.name}; use that of the same split."
         )

@@ -153,7 +153,7 @@ class CocoInstances:
             image_ids.append(image.id)
             labels = class_of[str(row.category_id)], box, bool(row.iscrowd), attributes, row.area
             image.objects.append(CocoObject(row.id, *labels))
-        self.empty_boxes = frozenset(empty)  # ids of the skipped annotations
+        self.empty_boxes = frozenset(map(str, empty))  # ids of the skipped annotations, as strings
         if empty:
             logger.warning("%s: skipped %d annotations with empty boxes: %s", self.path, len(empty), empty)
         check_file_boxes(

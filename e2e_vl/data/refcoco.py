@@ -116,14 +116,15 @@ def read_expressions(path: str | Path, instances: CocoInstances) -> list[Express
     Refs without a sentence, blank sentences, refs to annotations with empty boxes and exact repeats are skipped, and
     their numbers are logged.
     """
-    targets = {one.id: (image.id, one) for image in instances.images for one in image.objects}
+    # 12 and "12" are the same id, as in `CocoInstances`
+    targets = {str(one.id): (str(image.id), one) for image in instances.images for one in image.objects}
     expressions = []
     skipped = SkippedRecords(path)
     for ref in read_refs(path):
         if not ref.sentences:
             skipped.add("refs without a sentence", ref.ref_id)
             continue
-        if not instances.empty_boxes.isdisjoint(ref.ann_ids):
+        if not instances.empty_boxes.isdisjoint(map(str, ref.ann_ids)):
             skipped.add("refs to annotations with empty boxes", ref.ref_id)
             continue
         for sentence in ref.sentences:
@@ -135,13 +136,13 @@ def read_expressions(path: str | Path, instances: CocoInstances) -> list[Express
                 "the instances.json of this refs file"
             )
         for ann_id in ref.ann_ids:
-            if targets.get(ann_id, (None,))[0] != ref.image_id:
+            if targets.get(str(ann_id), (None,))[0] != str(ref.image_id):
                 raise UserError(
                     f"{path}: ref {ref.ref_id} refers to annotation {ann_id} of image {ref.image_id}, but in "
                     f"{instances.path} it is missing or belongs to another image; use the "
                     "instances.json of this refs file"
                 )
-        objects = [targets[ann_id][1] for ann_id in ref.ann_ids]
+        objects = [targets[str(ann_id)][1] for ann_id in ref.ann_ids]
         ids, boxes = (tuple(ref.ann_ids), ref.image_id, ref.split), tuple(one.box for one in objects)
         category = instances.class_names[objects[0].class_index] if len(objects) == 1 else None
         expressions += [

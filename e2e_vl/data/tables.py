@@ -403,6 +403,10 @@ def _list_members(archive: Path) -> np.ndarray:
     """int64 [5, members], sorted by the hash of the name: hash, offset, compressed size, method, CRC-32."""
     with reading(archive, zipfile.BadZipFile), zipfile.ZipFile(archive) as file:
         members = [one for one in file.infolist() if not one.is_dir()]
+    checksums: dict[str, int] = {}
+    for member in members:
+        if checksums.setdefault(member.filename, member.CRC) != member.CRC:
+            raise UserError(f"{archive}: two different members have the name {member.filename}; remove one of them")
     rows = [(_hash(one.filename), one.header_offset, one.compress_size, one.compress_type, one.CRC) for one in members]
     return np.array(sorted(rows), dtype=np.int64).T.copy()
 

@@ -72,6 +72,17 @@ def test_a_category_without_supercategory_is_a_class_if_a_box_is_of_it(tiny):
     assert len(CocoInstances(tiny.write().instances_file).class_names) == 2
 
 
+def test_detection_needs_numbers_as_category_ids(tiny):
+    for row in (*tiny.instances["categories"], *tiny.instances["annotations"]):
+        key = "category_id" if "category_id" in row else "id"
+        row[key] = f"c{row[key]}"
+    tiny.instances_file = tiny.instances_file.with_name("train.json")
+    tiny.write()
+    assert CocoInstances(tiny.instances_file).category_ids == ["c2", "c90"]
+    with refused("train.json: the category id 'c2'"):
+        open_dataset(CocoDetectionDataset, settings_of(tiny), "train", "online")
+
+
 def test_ids_beyond_64_bits_are_read_as_strings(tiny):
     tiny.instances["images"].append(NO_OBJECTS | {"id": 2**70})
     instances = CocoInstances(tiny.write().instances_file)

@@ -111,6 +111,18 @@ class Exploit:
         return os.mkdir, ("harm",)
 
 
+@pytest.mark.parametrize("number", [np.int64, np.float64, str])
+def test_ids_of_numpy_and_of_other_types(tiny, number):
+    """Pickles made with pandas hold scalars of NumPy."""
+    before = [(expression.words, expression.boxes) for expression in read(tiny)]
+    for ref in tiny.refs:
+        ref |= {key: number(ref[key]) for key in ("ref_id", "ann_id", "image_id")}
+        for sentence in ref["sentences"]:
+            sentence |= {"sent_id": number(sentence["sent_id"]), "sent": np.str_(sentence["sent"])}
+    tiny.write()
+    assert [(expression.words, expression.boxes) for expression in read(tiny)] == before
+
+
 def test_a_pickle_that_tries_to_run_code_is_refused_before_it_runs(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tiny.refs_file.write_bytes(pickle.dumps([Exploit()], protocol=2))

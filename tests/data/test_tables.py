@@ -14,7 +14,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from e2e_vl.data.tables import Archives, RowIndex, SerializedList, TextGroups, TextLines, stream_dict, stream_list
+from e2e_vl.data.tables import (
+    Archives,
+    RowIndex,
+    SerializedList,
+    TextGroups,
+    TextLines,
+    stream_dict,
+    stream_lines,
+    stream_list,
+)
 from tests.data.helpers import refused
 
 SMAPS = Path("/proc/self/smaps_rollup")  # only on Linux
@@ -152,6 +161,30 @@ def test_files_in_archives_and_in_folders(tmp_path):
     (tmp_path / "c.zip").write_bytes(b"no archive")
     with refused("c.zip"):
         archives.read("c.zip@/x")
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_members_of_one_name_are_named(tmp_path):
+    for name, contents in (("same.zip", (b"one", b"one")), ("other.zip", (b"one", b"two"))):
+        with zipfile.ZipFile(tmp_path / name, "w") as archive:
+            for content in contents:
+                archive.writestr("a.jpg", content)
+    archives = Archives(tmp_path, tmp_path / "cache")
+    assert archives.read("same.zip@/a.jpg") == b"one"
+    with refused("other.zip: two different members have the name a.jpg"):
+        archives.read("other.zip@/a.jpg")
+
+
+def test_json_lines_in_other_encodings(tmp_path):
+    rows = '{"id": 1}\n{"id": "größer"}\n'
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + rows.encode())
+    assert list(stream_lines(tmp_path / "a.jsonl")) == [{"id": 1}, {"id": "größer"}]
+    (tmp_path / "a.jsonl").write_text(rows, encoding="utf-16")
+    with refused("a.jsonl: the encoding is UTF-16"):
+        list(stream_lines(tmp_path / "a.jsonl"))
+    (tmp_path / "a.jsonl").write_text(rows, encoding="cp1252")
+    with refused("a.jsonl, line 2: not UTF-8"):
+        list(stream_lines(tmp_path / "a.jsonl"))
 
 
 def test_a_flipped_bit_of_a_member_is_named(tmp_path):
