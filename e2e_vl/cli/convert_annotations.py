@@ -62,19 +62,28 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     write_json(files["refs.json"], refs)
     page = _write_page(args.output / "boxes.html", instances, refs, photos, [remarks, row_remarks])
     splits = Counter({ref["image_id"]: ref["split"] for ref in refs}.values())
-    classes = len(instances["categories"])
+    expressions = sum(len(ref["sentences"]) for ref in refs)
     print(
-        f"{len(instances['images'])} photos, {len(instances['annotations'])} boxes of {classes} categories, "
-        f"{sum(len(ref['sentences']) for ref in refs)} expressions about {len(refs)} boxes in {dict(splits)} photos"
+        f"{len(instances['images'])} photos, {len(instances['annotations'])} boxes of "
+        f"{len(instances['categories'])} categories, {expressions} expressions about {len(refs)} boxes in "
+        f"{dict(splits)} photos"
     )
-    words = ["e2e-vl", "train", "--config", "configs/own_data/refcoco.yaml", f"data.root={args.output}"]
-    if args.images is not None:
-        words.append(f"data.files.images={photos.folder.absolute()}")
-    words.append(f"detector.overrides.MODEL.ROI_HEADS.NUM_CLASSES={classes}")
-    words.append(f"data.eval_splits=[{', '.join(sorted(splits))}]")
-    print(shlex.join(words))
+    if refs:
+        folder = None if args.images is None else photos.folder
+        print(_training_command(args.output, folder, len(instances["categories"]), sorted(splits)))
+    else:
+        print("Photos have several boxes of each category and no expressions about them; give --expressions.")
     print(page)
     return 0
+
+
+def _training_command(root: Path, images: Path | None, num_classes: int, splits: Sequence[str]) -> str:
+    words = ["e2e-vl", "train", "--config", "configs/own_data/refcoco.yaml", f"data.root={root}"]
+    if images is not None:
+        words.append(f"data.files.images={images.absolute()}")
+    words.append(f"detector.overrides.MODEL.ROI_HEADS.NUM_CLASSES={num_classes}")
+    words.append(f"data.eval_splits=[{', '.join(splits)}]")
+    return shlex.join(words)
 
 
 def _write_page(path: Path, instances: dict, refs: list[dict], photos: Photos, all_remarks: Iterable[Remarks]) -> str:

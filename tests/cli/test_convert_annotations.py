@@ -256,7 +256,7 @@ REFUSED = {  # what is wrong -> files of the export, parts of the message
     "VIA": ({"b.csv": "filename,region_shape_attributes\n"}, ["COCO"]),
     "empty": ({"b.csv": "image,label,x,y,width,height\n"}, ["no boxes"]),
     "normalised": ({"b.csv": BOX.splitlines()[0] + "\na.jpg,mug,.1,.2,.3,.4,x\n"}, ["normalised"]),
-    "corners": (coco_of({"bbox": [60, 50, 90, 75]}, {"bbox": [10, 20, 90, 70]}), ["xmin"]),
+    "corners": (coco_of({"bbox": [60, 50, 90, 75]}, {"bbox": [10, 20, 95, 70]}, {"bbox": [5, 5, 99, 79]}), ["xmin"]),
     "splits": (
         {"b.csv": "image,label,x,y,w,h,split\na.jpg,mug,1,2,3,4,val\na.jpg,mug,1,2,3,5,train\n"},
         ["train, val"],
@@ -313,6 +313,8 @@ READ = {  # what is odd -> files of the export, the boxes of a.jpg, part of what
     "rotated, as text": (coco_of({"attributes": {"rotation": "-90"}}), [[5, 25, 40, 30]], "rotated"),
     "not rotated": (coco_of({"attributes": None}, {"attributes": [], "id": 5.0}), [[10, 20, 30, 40]], ""),
     "polygon": (coco_of({"bbox": [], "segmentation": [[1, 2, 30, 2, 30, 40]]}), [[1, 2, 29, 38]], ""),
+    "maybe corners": (coco_of({"bbox": [60, 50, 90, 75]}), [[60, 50, 40, 30]], "look like corners"),
+    "outside at the left": (coco_of({"bbox": [-5, -5, 30, 40]}), [[0, 0, 25, 35]], "training: boxes were clipped"),
     "clipped": (coco_of({"bbox": [90, 70, 20, 20]}), [[90, 70, 10, 10]], "clipped to their photos (1)"),
     "no size": (labelme_of({}, imageWidth=None), [[1, 2, 29, 38]], ""),
     "circle": (labelme_of({"shape_type": "circle", "points": [[50, 40], [50, 50]]}), [[40, 30, 20, 20]], ""),
@@ -439,6 +441,13 @@ def test_expressions_that_mean_no_box_are_refused(tmp_path, photos, capsys, text
     assert tool.main([str(export), "--output", str(photos.parent), "--expressions", str(texts)]) == 2
     message = capsys.readouterr().err
     assert all(part in message for part in parts), message
+
+
+def test_boxes_that_nothing_names_need_expressions(tmp_path, photos, capsys):
+    files = {"b.csv": "image,label,x,y,w,h\na.jpg,mug,1,2,3,4\na.jpg,mug,10,20,30,40\n"}
+    assert convert_files(tmp_path, photos, files) == (0, [[1, 2, 3, 4], [10, 20, 30, 40]])
+    printed = capsys.readouterr().out
+    assert "--expressions" in printed and "e2e-vl train" not in printed
 
 
 def test_a_share_of_val_is_a_share(tmp_path, photos, capsys):

@@ -61,7 +61,7 @@ def describe_json(content: Any) -> str | None:
 
 def _describe_list(keys: Collection[str]) -> str | None:
     """What a list of objects with these keys is."""
-    if "data" in keys and ("annotations" in keys or "completions" in keys):
+    if "annotator" in keys or ("data" in keys and ("annotations" in keys or "completions" in keys)):
         return LABEL_STUDIO
     if "image" in keys and "annotations" in keys:
         return "Create ML's JSON; export COCO, Pascal VOC or YOLO"

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from detector.errors import UserError
 from e2e_vl.data.annotation_tools.photos import Photo, Photos
 from e2e_vl.data.annotation_tools.records import Annotation, Remarks, Row
-from e2e_vl.data.box_checks import check_file_boxes, look_like_corners, reach_outside, require_pixels
+from e2e_vl.data.box_checks import MARGIN, check_file_boxes, look_like_corners, reach_outside, require_pixels
 from e2e_vl.io import FourNumbers
 
 _SMALL = 2  # pixels
-_SHARE_OF_CORNERS = 0.25  # of boxes that reach outside their photos, from which on they are taken for corners
+_SHARE_OF_CORNERS = 0.25  # of boxes that reach outside their photos, from which on they may be corners
+_FEWEST_CORNERS = 3  # fewer boxes may be drawn carelessly
 
 
 def place(annotations: Sequence[Annotation], photos: Photos, remarks: Remarks, *, skip_missing: bool) -> list[Row]:
@@ -33,8 +33,8 @@ def place(annotations: Sequence[Annotation], photos: Photos, remarks: Remarks, *
     sizes = np.array([photo_of[_name(annotation)].size for annotation in annotations])
     corners[~in_pixels] *= np.tile(sizes[~in_pixels], 2)
     if in_pixels.any() and not remarks.errors:
-        names = [annotation.image for annotation in annotations if not annotation.in_shares]
-        _check_convention(corners[in_pixels], sizes[in_pixels], names, str(remarks.source))
+        of_pixels = [annotation for annotation in annotations if not annotation.in_shares]
+        _check_convention(of_pixels, corners[in_pixels], sizes[in_pixels], remarks)
     keeps_folder_splits = {"train", "val"} <= {annotation.folder_split for annotation in annotations}
     rows = []
     for annotation, box, size in zip(annotations, corners, sizes, strict=True):
@@ -120,17 +120,30 @@ def _turn_upright(
             corners[rows] = photo.turn_upright(corners[rows])
 
 
-def _check_convention(boxes: np.ndarray, sizes: np.ndarray, names: Sequence[str], where: str) -> None:
-    """Raise a UserError if boxes look like corners in place of [x, y, width, height]; warn if many reach outside."""
-    share = reach_outside(boxes, sizes).mean()
-    if share >= _SHARE_OF_CORNERS and look_like_corners(boxes, sizes):
-        x1, y1, x2, y2 = boxes[0].tolist()
-        numbers = ", ".join(f"{number:g}" for number in (x1, y1, x2 - x1, y2 - y1))
-        raise UserError(
-            f"{where}: {share:.0%} of the boxes reach outside their photos as [x, y, width, height], and all fit as "
-            f"corners [xmin, ymin, xmax, ymax], such as [{numbers}] of {names[0]}; export or name them so."
-        )
-    check_file_boxes(boxes, sizes, names, where)
+def _check_convention(
+    annotations: Sequence[Annotation], boxes: np.ndarray, sizes: np.ndarray, remarks: Remarks
+) -> None:
+    """Refuse or note boxes that look like corners in place of [x, y, width, height]; warn if many reach outside.
+
+    Args:
+        boxes: xyxy in pixels, [R, 4].
+        sizes: (width, height) of the photo of each box, [R, 2].
+    """
+    outside = np.flatnonzero(reach_outside(boxes, sizes))
+    fit_as_corners = boxes.min() >= -MARGIN and look_like_corners(boxes, sizes)
+    if len(outside) >= _SHARE_OF_CORNERS * len(boxes) and fit_as_corners:
+        for row in outside:
+            where = annotations[row].where
+            if len(outside) >= _FEWEST_CORNERS:
+                problem = (
+                    "boxes [x, y, width, height] outside their photos that fit as corners [xmin, ymin, xmax, ymax]"
+                )
+                remarks.refuse(problem, where, "export or name them as what they are")
+            else:
+                remarks.note(
+                    "boxes reach outside by more than a pixel and look like corners, not x, y, width, height", where
+                )
+    check_file_boxes(boxes, sizes, [annotation.image for annotation in annotations], str(remarks.source))
 
 
 def _clip(where: str, corners: np.ndarray, size: np.ndarray, remarks: Remarks) -> FourNumbers:
