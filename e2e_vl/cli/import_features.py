@@ -103,7 +103,17 @@ class _SizedImagesFile(Record):
 
 
 def read_sizes(paths: list[Path]) -> dict[str, tuple[int, int]]:
-    return {str(row.id): (row.height, row.width) for path in paths for row in read_json(path, _SizedImagesFile).images}
+    """The (height, width) of each image, by its id, from COCO files that agree on it."""
+    sizes: dict[str, tuple[int, int]] = {}
+    for path in paths:
+        for row in read_json(path, _SizedImagesFile).images:
+            size = row.height, row.width
+            if sizes.setdefault(str(row.id), size) != size:
+                raise UserError(
+                    f"{path}: image {row.id} has another size in an earlier file of --sizes; give the files of these "
+                    "images only"
+                )
+    return sizes
 
 
 def read_pythia(folder: Path, size_of: dict[str, tuple[int, int]]) -> Iterator[RegionFeatures]:

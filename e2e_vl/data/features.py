@@ -27,7 +27,7 @@ import json
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import unquote
@@ -526,10 +526,21 @@ def check_format(layout: str, path: Path) -> None:
         import_optional(PACKAGES[layout])
 
 
+def _distinct(records: Iterable[RegionFeatures], path: Path) -> Iterator[RegionFeatures]:
+    """The records; raises a UserError at an image id that occurred before, of which only one would be found again."""
+    image_ids: set[str] = set()
+    for record in records:
+        if record.image_id in image_ids:
+            raise UserError(f"{path}: two images have the id {record.image_id}; write them to different files")
+        image_ids.add(record.image_id)
+        yield record
+
+
 def write_features(
     layout: str, path: Path, records: Iterable[RegionFeatures], stamp: dict[str, Any], *, num_bytes: int
 ) -> None:
-    """Write one of the single-file formats; see its writer."""
+    """Write one of the single-file formats; see its writer. No image may occur twice."""
+    records = _distinct(records, path)
     if layout == "lmdb":
         write_lmdb(path, records, stamp, num_bytes=num_bytes)
     elif layout == "hdf5":

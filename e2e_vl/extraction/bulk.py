@@ -13,7 +13,7 @@ import datetime
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,25 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
 from detector.errors import UserError
-from detector.images import load_resized
+from detector.images import load_image, load_resized
 from detector.io import read_json, write_json
 from e2e_vl.config import ExtractionSettings
-from e2e_vl.data.features import STAMP_NAME, check_format, load_npz, npz_names, open_features, save_npz, write_features
+from e2e_vl.data.features import (
+    STAMP_NAME,
+    FeatureStore,
+    check_format,
+    load_npz,
+    npz_names,
+    open_features,
+    save_npz,
+    write_features,
+)
 from e2e_vl.data.user_inputs import GivenBoxes, ListedImage
 from e2e_vl.extraction.regions import InputImage, LoadedDetector, RegionExtractor
 from e2e_vl.io import file_name, file_sha256
 
+IMAGE_FILES_NAME = "image_files.json"  # in the folder of `.npz` files: image id -> size of the image file in bytes
+IMAGES_COMPARED = 20  # about, where a file is complete already
 WAITING_BATCHES = 8  # in batches: maximum number of images that wait for others of the same size
 MAX_WAIT = datetime.timedelta(days=30)  # timeout of collectives: a finished process waits for the others
 
@@ -111,6 +122,7 @@ def _prepare(job: ExtractionJob) -> tuple[list[str], bool]:
     if job.layout != "npz" and job.output.exists():
         store = open_features(job.output)
         if store.stamp == stamp and set(store.ids) == image_ids:
+            _check_image_sizes(job, store)
             shutil.rmtree(folder, ignore_errors=True)  # left by an extraction interrupted after merging
             return [], True
         if not folder.exists():
@@ -125,9 +137,47 @@ def _prepare(job: ExtractionJob) -> tuple[list[str], bool]:
             raise UserError(
                 f"{folder} was started with other settings ({', '.join(changed)}); use them, or another output"
             )
-    write_json(folder / STAMP_NAME, stamp)
     there = npz_names(folder)
+    if there and not (folder / STAMP_NAME).is_file():
+        raise UserError(
+            f"{folder} has features but no {STAMP_NAME}, which says how they were extracted; choose another output"
+        )
+    _check_same_images(job, there)
+    write_json(folder / STAMP_NAME, stamp)
     return [image.id for image in job.images if image.id not in there], job.layout == "npz"
+
+
+def _check_image_sizes(job: ExtractionJob, store: FeatureStore) -> None:
+    """Raise a UserError if a complete file is of other images with the same ids, judged by the sizes of some images."""
+    for image in job.images[:: max(len(job.images) // IMAGES_COMPARED, 1)]:
+        try:
+            size = load_image(image.path, annotated_size=image.annotated_size).shape[:2]
+        except (ValueError, OSError):  # a missing image says nothing
+            continue
+        stored = store[image.id].image_size
+        if sorted(stored) != sorted(size):  # features may be of the photo without its EXIF rotation
+            raise UserError(
+                f"{job.output} has features of another image {image.id}, of {stored[1]} x {stored[0]} pixels; "
+                f"{image.path} has {size[1]} x {size[0]}. Choose an output for each set of images"
+            )
+
+
+def _check_same_images(job: ExtractionJob, extracted: Collection[str]) -> None:
+    """Raise a UserError if features in the folder are of another image with the same id; note the files of this call.
+
+    Images are told apart by the sizes of their files, so that the files may be moved between two calls.
+    """
+    path = job.folder / IMAGE_FILES_NAME
+    bytes_before = read_json(path, dict[str, int]) if path.is_file() else {}
+    num_bytes = {image.id: image.path.stat().st_size for image in job.images if image.path.is_file()}
+    for image in job.images:
+        before, now = bytes_before.get(image.id), num_bytes.get(image.id)
+        if image.id in extracted and None not in (before, now) and before != now:
+            raise UserError(
+                f"{job.folder} has features of another image {image.id}, whose file had {before:,} bytes; {image.path} "
+                f"has {now:,}. Choose an output for each set of images, or extract into an empty folder"
+            )
+    write_json(path, bytes_before | num_bytes)
 
 
 def _extract_own(job: ExtractionJob, images: list[ListedImage], accelerator: Accelerator) -> ExtractionSummary:

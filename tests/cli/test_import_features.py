@@ -160,6 +160,14 @@ def test_broken_pythia(tmp_path, pythia, name, content, capsys, monkeypatch):
     refuses(tmp_path, capsys, monkeypatch, "none", "pythia", tmp_path / "none", *sizes)
 
 
+def test_sizes_of_two_splits_that_number_their_images_alike(tmp_path, pythia, capsys, monkeypatch):
+    content = json.loads((tmp_path / "captions.json").read_text())
+    content["images"][0]["width"] += 1
+    (tmp_path / "other.json").write_text(json.dumps(content))
+    words = ("--sizes", tmp_path / "captions.json", tmp_path / "other.json")
+    refuses(tmp_path, capsys, monkeypatch, "other.json", "pythia", tmp_path / "train2014", *words)
+
+
 @pytest.mark.parametrize("is_zip", [True, False])
 @pytest.mark.parametrize(
     "entry",

@@ -84,6 +84,9 @@ def test_what_is_written_is_read_again(layout: str, tmp_path: Path, records):
             assert_equal(one[record.image_id], record, KEPT.get(layout, {*OPTIONAL_COLUMNS, "image_feature"}))
     with refused(FILES[layout], "image 43"):
         store["43"]
+    if layout != "npz":
+        with refused("two images have the id"):
+            write(layout, tmp_path, [*records, records[0]])
     assert not list(tmp_path.rglob("*.part"))
     if layout == "npz":
         (store.path / "42.npz").rename(store.path / "43.npz")

@@ -226,6 +226,22 @@ def extract(job: ExtractionJob) -> ExtractionSummary:
     return extract_images(job, make_accelerator("no"))
 
 
+@pytest.mark.parametrize("layout", ["npz", "hdf5"])
+def test_other_images_with_the_same_ids_need_another_output(make_job, tmp_path, layout):
+    extract(make_job(layout))
+    (tmp_path / "others").mkdir()
+    job = make_job(layout)
+    for image in job.images:
+        Image.new("RGB", (33, 55)).save(tmp_path / "others" / image.path.name)
+    with refused("another image 0", "others/0.png"):
+        extract(make_job(layout, images=list_images(tmp_path / "others")))
+    assert extract(job).existing == 5
+    if layout == "npz":
+        (job.output / "stamp.json").unlink()
+        with refused("no stamp.json"):
+            extract(job)
+
+
 def described_again(source, image, boxes: np.ndarray) -> np.ndarray:
     """Features of boxes, in pixels of the original image, from the detector's own call."""
     resized = resize_boxes(boxes, image.original_size, image.pixels.shape[:2])
