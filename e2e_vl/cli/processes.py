@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
 from detector.errors import UserError
 from detector.io import read_yaml
@@ -114,9 +115,18 @@ def start_processes(call: Sequence[str], number: int, environment: Mapping[str, 
     return supervise(processes)
 
 
+def run_command(call: Sequence[str], output: TextIO) -> int:
+    """Run a command, whose standard output goes to a file; returns its exit status.
+
+    Unlike `subprocess.run` it passes signals on and waits, instead of killing a training that saves its checkpoint.
+    """
+    return supervise([subprocess.Popen(call, stdout=output, start_new_session=True)])
+
+
 def supervise(processes: Sequence[subprocess.Popen]) -> int:
     """Wait for processes, and pass signals on to them; returns the exit status, see `start_processes`.
 
+    Each process is started with `start_new_session=True`.
     After a signal they have as long as they need to save. After a failure the others, which may wait forever for the
     one that failed, have PATIENCE.
     """
@@ -125,7 +135,8 @@ def supervise(processes: Sequence[subprocess.Popen]) -> int:
     def pass_on(signal_number: int, frame: FrameType | None) -> None:
         passed_on.append(signal_number)
         for process in processes:
-            process.send_signal(signal_number)
+            if process.poll() is None:
+                os.killpg(process.pid, signal_number)  # a launcher that was started here does not always pass it on
 
     failures: dict[int, int] = {}  # rank -> exit status, in the order of time
     deadline = math.inf

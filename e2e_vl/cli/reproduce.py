@@ -32,8 +32,10 @@ import msgspec
 from detector.errors import MissingFileError, UserError
 from detector.io import atomic_file, read_json, read_yaml
 from e2e_vl.cli.main import make_parser, print_errors
+from e2e_vl.cli.processes import run_command
 from e2e_vl.config import CONFIGS, find_config, load_config
 from e2e_vl.parts import Settings, decode
+from e2e_vl.terminal import STOP_SIGNALS, make_stopped_error
 
 PAPERS = CONFIGS / "reproduce"
 BENCHMARK = Path(__file__).parents[2] / "tools" / "benchmark.py"
@@ -261,7 +263,10 @@ class Chain:
                     print(command, file=file, flush=True)
                     start = [sys.executable] if words[0] in SINGLE_PROCESS else shlex.split(launch)
                     call = [*start, "-m", "e2e_vl", *words]
-                    if (status := subprocess.run(call, check=False, stdout=file).returncode) != 0:
+                    status = run_command(call, file)
+                    if status - 128 in STOP_SIGNALS:
+                        raise make_stopped_error(status - 128, "Repeat the command, which goes on.")
+                    if status != 0:
                         raise UserError(f"The step {name} ended with status {status}; repeat the command to continue.")
 
     def measured(self, number: Number) -> float:

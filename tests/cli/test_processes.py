@@ -14,7 +14,7 @@ import pytest
 
 from detector.errors import UserError
 from e2e_vl.cli import processes
-from e2e_vl.cli.processes import add_process_options, process_settings, run_in_processes, start_processes
+from e2e_vl.cli.processes import add_process_options, process_settings, run_command, run_in_processes, start_processes
 
 # Scripts that a process runs: RANK is its number.
 SLEEP = "time.sleep(30)"
@@ -40,17 +40,30 @@ def test_the_status_is_that_of_the_process_that_failed_first(text, status, monke
     assert ("process 1 was ended by SIGKILL" in capfd.readouterr().err) == (status == 137)
 
 
+def signal_when_ready(folder: Path, processes: int, number: int) -> None:
+    """Send a signal to this process when as many processes have made a file."""
+    while len(list(folder.iterdir())) < processes:
+        time.sleep(0.02)
+    os.kill(os.getpid(), number)
+
+
 def test_a_signal_is_passed_on_and_all_may_save(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(processes, "PATIENCE", 0.0)
-
-    def stop_when_ready() -> None:
-        while len(list(tmp_path.iterdir())) < 3:
-            time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=stop_when_ready).start()
+    threading.Thread(target=signal_when_ready, args=(tmp_path, 3, signal.SIGTERM)).start()
     assert start_processes(script(SAVE), 3, {"MASTER_PORT": "1", "FOLDER": str(tmp_path)}) == 143
     assert capfd.readouterr().out.count("saved") == 3
+
+
+def test_a_command_that_saves_is_waited_for(tmp_path, monkeypatch):
+    """`e2e-vl reproduce` and Ctrl-C."""
+    text = SAVE.replace("SIGTERM", "SIGINT").replace("143", "130")
+    monkeypatch.setenv("FOLDER", str(tmp_path / "ready"))
+    monkeypatch.setenv("RANK", "1")
+    (tmp_path / "ready").mkdir()
+    threading.Thread(target=signal_when_ready, args=(tmp_path / "ready", 1, signal.SIGINT)).start()
+    with (tmp_path / "printed").open("w") as file:
+        assert run_command(script(text), file) == 130
+    assert (tmp_path / "printed").read_text() == "saved 1\n"
 
 
 def settings_of(*words: str) -> argparse.Namespace:

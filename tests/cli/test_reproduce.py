@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 
@@ -187,7 +186,7 @@ def test_rows_are_listed_and_unknown_ones_refused(capsys):
 
 def test_features_are_imported_by_one_process(tmp_path, monkeypatch):
     chain, calls = chain_of("vl_bert", "2", "none", tmp_path), []
-    monkeypatch.setattr("subprocess.run", lambda call, **_: calls.append(call) or CompletedProcess(call, 0))
+    monkeypatch.setattr("e2e_vl.cli.reproduce.run_command", lambda call, file: calls.append(call) or 0)
     chain.run("accelerate launch")
     starts = {call[call.index("e2e_vl") + 1]: call[0] for call in calls}
     assert starts == {"import-features": sys.executable, "train": "accelerate", "predict": "accelerate"}
