@@ -39,6 +39,7 @@ from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.evaluate import make_loader
 from e2e_vl.run.launch import make_accelerator
 from e2e_vl.run.report import Picture, data_uri, encode_picture, render, typed_command
+from e2e_vl.terminal import lasting_output
 
 
 def write_page(path: Path, results: AnalysisResults, figures: Mapping[str, bytes], overlays: Sequence[Overlay]) -> Path:
@@ -106,6 +107,7 @@ class AnalysisArguments:
         return self.output or self.run / RESULTS_FOLDER / file_name(f"{self.split}_{self.boxes}")
 
 
+@lasting_output()
 def analyze_attention(args: AnalysisArguments) -> tuple[AnalysisResults, Path | None]:
     """Measure all heads of a trained run on a split and write tables, figures, pictures and a page.
 

@@ -239,14 +239,14 @@ class BatchLoader:
     ) -> None:
         self._unreadable = unreadable
         if workers:
-            atexit.register(_kill_workers)
+            atexit.register(kill_workers)
         self._loader = DataLoader(
             _Batches(dataset, collate, skip_unreadable=unreadable is not None),
             batch_sampler=sampler,
             collate_fn=_identity,
             num_workers=workers,
             persistent_workers=keep_workers and workers > 0,
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=ignore_signals,
             pin_memory=torch.cuda.is_available(),  # of the large tensors of a `PackedBatch`
             # DataLoader draws a seed for its workers; keep it off the generator that dropout and RoI sampling use
             generator=torch.Generator(),
@@ -293,14 +293,14 @@ class _Batches(Dataset):
         return pack(batch) if batch is not None and get_worker_info() is not None else batch, unreadable
 
 
-def _kill_workers() -> None:
+def kill_workers() -> None:
     """End the workers at exit: multiprocessing would send SIGTERM, which they ignore, and wait for them forever."""
     for process in multiprocessing.active_children():
         if process.daemon:
             process.kill()
 
 
-def _ignore_signals(worker: int) -> None:
+def ignore_signals(worker: int) -> None:
     """Ignore signals that launchers also send to workers: a run needs its workers until it has saved a checkpoint."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -8,6 +8,8 @@ of processes.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import dataclasses
 import datetime
 import hashlib
@@ -21,6 +23,7 @@ import msgspec
 import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
+from filelock import FileLock, Timeout
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
@@ -29,6 +32,7 @@ from detector.errors import UserError
 from detector.images import load_image, load_resized
 from detector.io import read_json, write_json
 from e2e_vl.config import ExtractionSettings
+from e2e_vl.data.batching import ignore_signals, kill_workers
 from e2e_vl.data.features import (
     STAMP_NAME,
     FeatureStore,
@@ -41,7 +45,8 @@ from e2e_vl.data.features import (
 )
 from e2e_vl.data.user_inputs import GivenBoxes, ListedImage
 from e2e_vl.extraction.regions import InputImage, LoadedDetector, RegionExtractor
-from e2e_vl.io import file_name, file_sha256
+from e2e_vl.io import LOCK_FILE, file_name, file_sha256
+from e2e_vl.terminal import lasting_output
 
 IMAGE_FILES_NAME = "image_files.json"  # in the folder of `.npz` files: image id -> size of the image file in bytes
 IMAGES_COMPARED = 20  # about, where a file is complete already
@@ -82,6 +87,7 @@ class ExtractionSummary:
     below_minimum: int = 0  # images of this call with fewer regions than the rule's `min_regions`
 
 
+@lasting_output()
 def extract_images(job: ExtractionJob, accelerator: Accelerator) -> ExtractionSummary:
     """Extract the features of all images; called on every process.
 
@@ -89,8 +95,23 @@ def extract_images(job: ExtractionJob, accelerator: Accelerator) -> ExtractionSu
     that a repeated call processes only the missing images. Features are written as float32, whatever the precision of
     the accelerator, whose process group needs the timeout `MAX_WAIT`.
     """
+    with contextlib.ExitStack() as lock:
+        summary, is_merged = _extract_locked(job, accelerator, lock)
+    if is_merged:
+        shutil.rmtree(job.folder, ignore_errors=True)
+    accelerator.wait_for_everyone()
+    return summary
+
+
+def _extract_locked(
+    job: ExtractionJob, accelerator: Accelerator, lock: contextlib.ExitStack
+) -> tuple[ExtractionSummary, bool]:
+    """`extract_images`; also returns whether this process has merged the files of the images, which are then useless.
+
+    `lock`: gets the lock of the folder.
+    """
     # only the main process lists the folder, or others could see files that it has just written
-    found: list[Any] = [_prepare(job) if accelerator.is_main_process else None]
+    found: list[Any] = [_prepare(job, lock) if accelerator.is_main_process else None]
     missing, is_complete = broadcast_object_list(found)[0]
     by_id = {image.id: image for image in job.images}
     own = [by_id[image_id] for image_id in missing[accelerator.process_index :: accelerator.num_processes]]
@@ -102,19 +123,19 @@ def extract_images(job: ExtractionJob, accelerator: Accelerator) -> ExtractionSu
         failures={image.id: failures[image.id] for image in job.images if image.id in failures},
         below_minimum=sum(one.below_minimum for one in gathered),
     )
-    if accelerator.is_main_process and not is_complete and len(failures) < len(job.images):
+    must_merge = accelerator.is_main_process and not is_complete and len(failures) < len(job.images)
+    if must_merge:
         paths = [job.file_of(image.id) for image in job.images if image.id not in failures]
         records = (load_npz(path) for path in tqdm(paths, desc=f"writing {job.output.name}", unit="image", delay=1))
         num_bytes = sum(path.stat().st_size for path in paths)
         write_features(job.layout, job.output, records, job.stamp, num_bytes=num_bytes)
-        if not failures:
-            shutil.rmtree(job.folder)
-    accelerator.wait_for_everyone()
-    return summary
+    return summary, must_merge and not failures
 
 
-def _prepare(job: ExtractionJob) -> tuple[list[str], bool]:
-    """Create or check the output. Returns ids of images without features, and whether the output needs no merging."""
+def _prepare(job: ExtractionJob, lock: contextlib.ExitStack) -> tuple[list[str], bool]:
+    """Create or check the output, and lock it. Returns ids of images without features, and whether the output needs no
+    merging.
+    """
     check_format(job.layout, job.output)
     folder, stamp, image_ids = job.folder, json.loads(json.dumps(job.stamp)), {image.id for image in job.images}
     if job.given is not None and not job.given.keys() & image_ids:
@@ -128,6 +149,12 @@ def _prepare(job: ExtractionJob) -> tuple[list[str], bool]:
         if not folder.exists():
             raise UserError(f"{job.output} exists with other images or settings; choose another output")
     folder.mkdir(parents=True, exist_ok=True)
+    try:
+        lock.enter_context(FileLock(folder / LOCK_FILE, blocking=False))
+    except Timeout:
+        raise UserError(
+            f"{job.output} is in use by another extraction; wait for it, or choose another output."
+        ) from None
     for cut_off in folder.rglob("*.part"):
         cut_off.unlink()
     if (folder / STAMP_NAME).is_file():
@@ -226,7 +253,11 @@ class _ImageFiles(Dataset):
 
 def _batches(job: ExtractionJob, images: list[ListedImage], failures: dict[str, str]) -> Iterator[list[InputImage]]:
     """Batches of images of the same size: with padding, features would depend on the other images in a batch."""
-    loader = DataLoader(_ImageFiles(job, images), batch_size=None, num_workers=job.workers if images else 0)
+    workers = job.workers if images else 0
+    if workers:
+        atexit.register(kill_workers)
+    files = _ImageFiles(job, images)
+    loader = DataLoader(files, batch_size=None, num_workers=workers, worker_init_fn=ignore_signals)
     waiting: dict[tuple[int, ...], list[InputImage]] = {}
     for loaded in loader:
         if not isinstance(loaded, InputImage):

@@ -28,6 +28,7 @@ from e2e_vl.run.launch import gather_to_main, make_accelerator, on_main
 from e2e_vl.synthetic import shortcuts
 from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.phrase_head import TAGS, add_grounded_phrases, grounding_metrics
+from e2e_vl.terminal import lasting_output
 
 # Names of metrics, such as `val/accuracy_predicted_boxes/relation`
 
@@ -331,6 +332,7 @@ def predict_texts(
     return predictions
 
 
+@lasting_output()
 def evaluate_run(
     run_dir: Path,
     *,
@@ -377,6 +379,7 @@ def evaluate_run(
     return metrics, path if accelerator.is_main_process else None
 
 
+@lasting_output()
 def predict_split(
     run_dir: Path,
     *,

@@ -10,11 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from PIL import Image
 from safetensors.torch import save_file
 
 from detector.boxes import is_larger, pairwise_iou
 from detector.config import DetectorConfig, SelectionRule
+from detector.errors import UserError
 from detector.faster_rcnn import FasterRCNN
 from detector.images import ResizeRule, load_resized, make_image_batch, normalise_images, resize_boxes
 from detector.structures import ImageBatch
@@ -34,6 +36,7 @@ from e2e_vl.extraction.regions import (
     open_detector,
     select_candidate_pairs,
 )
+from e2e_vl.io import LOCK_FILE
 from e2e_vl.run.launch import make_accelerator
 from tests.data.helpers import refused
 from tests.weights.starts import replaced, same
@@ -316,6 +319,14 @@ def test_given_boxes_of_a_photo_annotated_without_its_exif_rotation(make_job, tm
     wrong = dataclasses.replace(boxes, annotated_size=(9, 9))
     [failure] = extract(dataclasses.replace(other, given={photo.id: wrong})).failures.values()
     assert "9 x 9" in failure
+
+
+def test_two_extractions_to_one_output_are_refused(make_job):
+    job = make_job("hdf5")
+    job.folder.mkdir()
+    with FileLock(job.folder / LOCK_FILE), pytest.raises(UserError, match="is in use by another extraction"):
+        extract(job)
+    assert extract(job).extracted == 5 and not job.folder.exists()
 
 
 def test_an_interrupted_extraction_goes_on(make_job, monkeypatch):
