@@ -67,6 +67,7 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="ty
     flipped: bool = False
     truncated_wordpieces: Count = 0  # that did not fit into the text
     correct: Score | None = None  # how right the answer is, see `Task.correctness`; None: the truth is unknown
+    is_unsure: bool = False  # it is less certain than the sure answers of the run's validation split
     grounded: tuple[GroundedPhrase, ...] = ()  # phrases of the text; empty for a run that does not ground phrases
     masked_regions: tuple[MaskedRegion, ...] = ()
     metadata: dict[str, Any] = {}  # whatever else the data set has about the text, such as ids

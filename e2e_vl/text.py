@@ -30,6 +30,10 @@ from e2e_vl.io import looks_like_hub_name, read_text
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 SPELLINGS = {f"{article} {who}": who for article in ("a", "the") for who in ("man", "woman")}
 SPELLINGS |= {"grey": "gray", **{word: str(number) for number, word in enumerate(NUMBERS, start=1)}}
+FUNCTION_WORDS = {
+    *("a", "an", "the", "this", "that", "these", "those", "it", "its", "of", "to", "and", "or", "but"),
+    *("is", "are", "was", "were", "be"),
+}
 _UPPER_CASE = re.compile(r"^(?![\[<].*[\]>]$).*[A-Z]")  # in a wordpiece, not in [CLS], [unused1] or <URL>
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
@@ -135,6 +139,12 @@ def unknown_words(text: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         if is_unknown or (is_spelled and any(letter.isalpha() for letter in word)):
             found.append(word)
     return list(dict.fromkeys(found))
+
+
+def has_content(text: str) -> bool:
+    """Whether a text has any word beyond articles, forms of "be" and the like, single letters and punctuation."""
+    words = re.findall(r"[^\W_]+", text.lower())
+    return any(word not in FUNCTION_WORDS and not (len(word) == 1 and word in string.ascii_lowercase) for word in words)
 
 
 # Templates: special tokens, segments and summary position for each encoder

@@ -28,12 +28,15 @@ def is_found(answer, box) -> bool:
 
 
 def test_its_examples_are_twelve_scenes_that_it_mostly_understands(demo_model):
-    found = [
-        is_found(answer, box)
-        for scene in demo_model.examples
-        for answer, box in zip(demo_model.ask(scene.image, scene.texts), scene.boxes, strict=True)
-    ]
-    assert len(demo_model.examples) == 12 and len(found) >= 40 and np.mean(found) >= 0.9
+    found = []
+    unsure = []
+    for scene in demo_model.examples:
+        for answer, box in zip(demo_model.ask(scene.image, scene.texts), scene.boxes, strict=True):
+            found.append(is_found(answer, box))
+            unsure.append(answer.is_unsure)
+    found, unsure = np.array(found), np.array(unsure)
+    assert len(demo_model.examples) == 12 and len(found) >= 40 and found.mean() >= 0.9
+    assert unsure[found].mean() < 0.25 < 0.5 <= unsure[~found].mean()
 
 
 def test_it_finds_what_newly_drawn_expressions_refer_to(demo_model, tmp_path):
@@ -72,6 +75,42 @@ def test_it_knows_its_limits(demo_model, tmp_path, monkeypatch):
     assert answer.box is None and answer.phrases[0].box is None and not answer.warnings
     photo = np.full((100, 200, 3), 128, dtype=np.uint8)
     with pytest.warns(UserWarning, match="drawn scenes of 128 pixels only; this image has 200 x 100"):
-        assert len(demo_model.ask(photo, "the red thing").warnings) == 1
+        assert demo_model.ask(photo, "the red thing").is_unsure
+
+
+@pytest.mark.parametrize(
+    ("text", "doubt"),
+    [
+        ("the star", "Unsure: fewer than 95 %"),
+        ("the white star", "Unsure: fewer than 95 %"),
+        ("!!!", "The text names nothing"),
+        ("the of a", "The text names nothing"),
+        ("x y", "The text names nothing"),
+        ("the zebra of the blorb", "Not in the vocabulary of demo: zebra, blorb"),
+    ],
+)
+def test_answers_that_may_be_worth_little_are_marked(demo_model, text, doubt):
+    image = demo_model.examples[2].image
+    with pytest.warns(UserWarning, match=doubt):
+        answer = demo_model.ask(image, text)
+    assert answer.is_unsure and answer.prediction.is_unsure and answer.lines[0].endswith(" (unsure)")
+    assert any(warning.startswith(doubt) for warning in answer.warnings)
+    assert all(label.endswith(", unsure") for label, _ in answer.answer_boxes)
+    sure = demo_model.ask(image, demo_model.examples[2].texts[1])
+    assert not sure.is_unsure and not sure.warnings and not sure.lines[0].endswith("(unsure)")
+    boxes = [[104, 52, 123, 69], [87, 58, 122, 92]]
+    assert demo_model.ask(image, "!!!", boxes=boxes).is_unsure, "given boxes have a threshold of their own"
+
+
+def test_its_thresholds_are_saved_with_it(demo_model, tmp_path):
+    image = demo_model.examples[2].image
+    demo_model.save_pretrained(tmp_path)
+    assert e2e_vl.load(tmp_path, "cpu").ask(image, "the star").is_unsure
+    (tmp_path / "metrics.json").unlink()
+    assert not e2e_vl.load(tmp_path, "cpu").ask(image, "the star").is_unsure, "without a threshold none is marked"
+    assert "marked unsure below a certainty of" in (tmp_path / "README.md").read_text("utf-8")
+
+
+def test_its_name_is_known_in_every_folder(demo_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert e2e_vl.load_detector("demo").network.num_classes == len(demo_model.knows["shape"])

@@ -21,6 +21,7 @@ from e2e_vl.text import (
     TextTokenizer,
     build_vocabulary,
     fill_template,
+    has_content,
     load_tokenizer,
     truncate_fronts,
     word_pieces,
@@ -262,3 +263,21 @@ def test_a_pair_that_is_cut_at_its_fronts(tokenizer):
     assert words(clean, tokenizer) == [*reds, "or", "right", "of", "a", "box", "[SEP]"]
     gone = TextTokenizer(tokenizer, max_length=37).pair(first, second[:2], "fronts_too_much")
     assert words(gone, tokenizer) == reds and not gone.token_type_ids.any()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("the star", True),
+        ("[MASK]", True),
+        ("what is it?", True),
+        ("2", True),
+        ("猫", True),
+        ("!!! ?", False),
+        ("the of A", False),
+        ("x, y z_", False),
+        ("", False),
+    ],
+)
+def test_articles_letters_and_punctuation_are_no_content(text, expected):
+    assert has_content(text) is expected

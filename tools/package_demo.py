@@ -1,23 +1,27 @@
 """Make the model that comes along (`e2e_vl.load("demo")`) from a run of configs/demo/refcoco.yaml.
 
     python tools/package_demo.py runs/demo_refcoco
+    python tools/package_demo.py --thresholds
 
 Writes e2e_vl/demo: settings, weights in half precision, scores of the run, version, model card, and about.json with
 what the model knows and the first twelve scenes of the test split, with one expression of each family and
-one that nothing fits.
+one that nothing fits. With --thresholds, only the thresholds of sure answers of the packaged model are measured again,
+on the validation scenes, and replaced in metrics.json and the model card.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
+import tempfile
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
 import e2e_vl
 from detector.errors import UserError
-from detector.io import atomic_folder, write_json
+from detector.io import atomic_folder, read_json, write_json
 from e2e_vl.cli.main import make_parser, print_errors
 from e2e_vl.config import BoxSource, RunConfig, differences, load_config
 from e2e_vl.io import DEMO
@@ -30,8 +34,14 @@ SCENES = 12
 @print_errors
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("run", type=Path, help="run directory")
-    package(parser.parse_args(argv))
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("run", type=Path, nargs="?", help="run directory")
+    what.add_argument("--thresholds", action="store_true", help="measure the thresholds of sure answers again")
+    args = parser.parse_args(argv)
+    if args.thresholds:
+        replace_thresholds()
+    else:
+        package(args)
     return 0
 
 
@@ -63,6 +73,27 @@ def package(args: argparse.Namespace) -> None:
         e2e_vl.load(folder, "cpu").generate_model_card("demo").save(folder / "README.md")
     size = sum(path.stat().st_size for path in DEMO.rglob("*") if path.is_file())
     print(f"written: {DEMO} ({size / 1e6:.2f} MB)")
+
+
+def replace_thresholds(split: str = "val") -> None:
+    """Measure the thresholds of sure answers of the packaged model, and write them into its metrics.json."""
+    from e2e_vl.run.build import make_synthetic_data
+    from e2e_vl.run.checkpoint import load_saved_config
+    from e2e_vl.run.evaluate import SURE_THRESHOLD, MetricName, evaluate_run
+
+    metrics: dict[str, Any] = read_json(DEMO / "metrics.json")
+    with tempfile.TemporaryDirectory() as folder:
+        # one training scene is enough: those of other splits do not depend on their number
+        settings = [f"data.root={folder}/scenes", "data.synthetic.scenes.train=1"]
+        make_synthetic_data(load_saved_config(DEMO, settings))
+        for boxes in load_saved_config(DEMO).eval.boxes:
+            output = Path(folder) / f"{boxes}.json"
+            measured, _ = evaluate_run(DEMO, split=split, boxes=boxes, output=output, overrides=settings)
+            name = str(MetricName(split, SURE_THRESHOLD, boxes))
+            metrics[name] = measured[name]
+            print(f"{name}: {metrics[name]}")
+    write_json(DEMO / "metrics.json", metrics)
+    e2e_vl.load("demo", "cpu").generate_model_card("demo").save(DEMO / "README.md")
 
 
 def copy_scenes(config: RunConfig, folder: Path, split: str = "test") -> list[dict]:

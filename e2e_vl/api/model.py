@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
@@ -31,17 +32,18 @@ from e2e_vl.data.user_inputs import IMAGE_SUFFIXES, convert_boxes, require_insid
 from e2e_vl.examples import Example
 from e2e_vl.extraction.regions import RANDOM_BOXES, LoadedDetector
 from e2e_vl.io import DEMO, find_run
+from e2e_vl.metrics.sureness import SURE
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.parts import DATASETS
 from e2e_vl.predictions import Prediction, box_text
 from e2e_vl.run.build import build_loader, build_text_tokenizer
 from e2e_vl.run.checkpoint import load_model, save_model
 from e2e_vl.run.devices import choose_device, choose_precision, computing_in
-from e2e_vl.run.evaluate import MetricName
+from e2e_vl.run.evaluate import MetricName, find_sure_threshold
 from e2e_vl.samples import BrokenImageError, Question, Sample
 from e2e_vl.structures import Batch, ModelOutput, class_names_of
 from e2e_vl.tasks.phrase_head import add_grounded_phrases
-from e2e_vl.text import unknown_words
+from e2e_vl.text import has_content, unknown_words
 
 __all__ = [
     "GREY",
@@ -96,7 +98,7 @@ class TrainedModel(
         Args:
             source: the folder that the model was loaded from.
             name: what messages call the model; None: the folder, or "demo".
-            metrics: metrics of the run, for the model card.
+            metrics: metrics of the run, for the model card and for the threshold of sure answers.
             device: see `choose_device`.
             dtype: what the model computes in, see `TrainedModel.dtype`; None: the run's mixed precision.
         """
@@ -106,6 +108,10 @@ class TrainedModel(
         self._dtype = None if dtype is None else choose_precision(dtype)
         self.network = network.to(self.device).eval()
         self._metrics = dict(metrics or {})
+        self._sure_thresholds = {
+            boxes: find_sure_threshold(self._metrics, config.data.eval_splits, boxes)
+            for boxes in (BoxSource.ONLINE, BoxSource.GT)
+        }
         self._dataset, self._options = DATASETS[config.data.name].cls, config.data.config
         self._loaders = {
             boxes: build_loader(config, network, None, boxes) for boxes in (BoxSource.ONLINE, BoxSource.GT)
@@ -404,7 +410,13 @@ class TrainedModel(
             rows = torch.stack([one[text, :, position, length : length + len(kept)] for one in maps]).float().cpu()
             last = next((row for row in rows.flip(0) if row.any()), rows[-1])  # not all maps attend to regions
             attention = last.mean(dim=0)[kept].numpy()
+        words = [question.text, *question.choices, *([] if question.answer is None else [question.answer])]
+        unknown = tuple(dict.fromkeys(word for one in words for word in unknown_words(one, self.tokenizer)))
+        doubts = tuple(self._doubts(question, unknown, prediction))
+        prediction.is_unsure = bool(doubts)
         ranked, lines = task.ranked(prediction), task.answer_lines(prediction)
+        if doubts and lines:
+            lines[0] += " (unsure)"
         box = prediction.box if task.predicts_box else None
         top_answers, top_boxes = ranked[:top_k], [] if box is None else [box]
         if task.predicts_box and top_k is not None:
@@ -412,12 +424,10 @@ class TrainedModel(
             pairs = sorted(candidates, key=lambda pair: -pair[1])[:top_k]
             best = [msgspec.structs.replace(prediction, box=own, score=score) for own, score in pairs]
             top_answers, top_boxes = tuple(task.ranked(one)[0] for one in best), [one.box for one in best]
-        words = [question.text, *question.choices, *([] if question.answer is None else [question.answer])]
-        unknown = tuple(dict.fromkeys(word for one in words for word in unknown_words(one, self.tokenizer)))
         return Answer(
             question=question.text,
             text=ranked[0][0] if ranked else next(iter(lines), ""),
-            score=getattr(prediction, "score", ranked[0][1] if ranked else None),
+            score=task.score_of(prediction),
             box=None if box is None else np.array(box, dtype=np.float32),
             top_answers=top_answers,
             top_boxes=np.array(top_boxes, dtype=np.float32).reshape(-1, 4),
@@ -427,16 +437,14 @@ class TrainedModel(
             box_names=prediction.box_names or names,
             attention=attention,
             unknown_words=unknown,
-            warnings=tuple(self._warnings(question, unknown, prediction, boxes, names)),
+            warnings=(*doubts, *self._contradictions(prediction, boxes, names)),
             answer_boxes=[(label, np.array(one, dtype=np.float32)) for label, one in task.answer_boxes(prediction)],
             prediction=prediction,
             images=question.images,
         )
 
-    def _warnings(
-        self, question: Question, unknown: Sequence[str], prediction: Prediction, boxes: np.ndarray, names: list[str]
-    ) -> Iterator[str]:
-        """Sentences why an answer may be worth little, given the candidate boxes [R, 4] and their R class names."""
+    def _doubts(self, question: Question, unknown: Sequence[str], prediction: Prediction) -> Iterator[str]:
+        """Sentences why an answer is unsure: its certainty is low, or the question is unlike those of validation."""
         if question.boxes is None and self.boxes_warning:
             yield self.boxes_warning
         drawn, size = self.config.data.synthetic, prediction.image_size
@@ -446,6 +454,22 @@ class TrainedModel(
             yield f"The model has seen drawn scenes of {sides} pixels only; this image has {size[1]} x {size[0]}."
         if unknown:
             yield f"Not in the vocabulary of {self.name}: {', '.join(unknown)}; the model does not know these words."
+        elif question.boxes_to_mask is None and not has_content(question.text):
+            yield "The text names nothing: it has only punctuation, articles or the like."
+        certainty = self.network.task.certainty(prediction)
+        threshold = self._sure_thresholds[BoxSource.ONLINE if question.boxes is None else BoxSource.GT]
+        if certainty is not None and certainty < threshold:
+            yield f"Unsure: fewer than {100 * SURE:.0f} % of answers as uncertain as this one were right in validation."
+
+    def _contradictions(self, prediction: Prediction, boxes: np.ndarray, names: list[str]) -> Iterator[str]:
+        """A sentence if the first phrase clearly names another class than that of the answer's box.
+
+        An answer is not called unsure for that: most of them are right on drawn scenes.
+
+        Args:
+            boxes: [R, 4], the candidates.
+            names: their R classes.
+        """
         first, box = next(iter(prediction.grounded), None), getattr(prediction, "box", None)
         if box is None or first is None or not first.is_clear:
             return
@@ -512,6 +536,8 @@ class TrainedModel(
             config = without_absolute_paths(read_yaml(part / "config.yaml"))
             (part / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
             write_json(part / "config.json", {"library_name": "e2e-vl", "e2e_vl_version": version("e2e-vl")})
+            if self._metrics:
+                write_json(part / "metrics.json", self._metrics)
 
     def generate_model_card(self, repo_id: str | None = None, license: str | None = None, **more: Any) -> ModelCard:
         """A model card with the parts of the model, an example and the metrics of its run.
@@ -541,6 +567,12 @@ class TrainedModel(
             example=example,
             knows=self.knows,
             metrics={str(name): value for name, value in self._scores().items()},
+            thresholds={
+                boxes.metric_suffix.replace("_", " "): value
+                for boxes, value in self._sure_thresholds.items()
+                if math.isfinite(value)
+            },
+            sure=round(100 * SURE),
             **more,
         )
 

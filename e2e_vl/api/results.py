@@ -50,6 +50,11 @@ class Answer:
         score = "" if self.score is None else f" ({self.score:.3f})"
         return f"<Answer to {self.question!r}: {' '.join((self.text + score, *self.warnings))}>"
 
+    @property
+    def is_unsure(self) -> bool:
+        """Whether validation does not show that such answers are right; `warnings` say why."""
+        return self.prediction.is_unsure
+
     @functools.cached_property
     def phrases(self) -> list[GroundedPhrase]:
         """The phrases of the text, with boxes float32 [4]; empty for a run that does not ground phrases.
@@ -67,17 +72,20 @@ class Answer:
     def draw(self, image: int = 0) -> Image.Image:
         """Draw the boxes of the answer, or else the regions with the most attention.
 
-        Boxes of phrases have other colours, see `shown_phrases`; those of uncertain phrases are dashed.
+        Boxes of phrases have other colours, see `shown_phrases`. The boxes of an unsure answer and of uncertain phrases
+        are dashed.
 
         Args:
             image: image index, for a text about several images.
         """
         phrases = self.shown_phrases() if image == 0 else []
-        asked = self.question if self.answer_boxes or not self.text else f"{self.question} -> {self.text}"
+        asked = self.question
+        if self.text and not self.answer_boxes:
+            asked += f" -> {self.text}" + (" (unsure)" if self.is_unsure else "")
         title = "\n".join((asked, *self.warnings))
         if self.answer_boxes:
             labels, boxes = map(list, zip(*self.answer_boxes, strict=True))
-            return draw_on(self.images[image], boxes, labels, title, phrases=phrases)
+            return draw_on(self.images[image], boxes, labels, title, phrases=phrases, is_unsure=self.is_unsure)
         masked = self.prediction.masked_regions  # they are the first candidates
         covered = [one.box for one in masked]
         labels = [f"masked: {one.classes[0][0]} {one.classes[0][1]:.2f}" for one in masked]
@@ -172,6 +180,7 @@ def draw_on(
     title: str | None = None,
     covered: Any = (),
     phrases: Sequence[GroundedPhrase] = (),
+    is_unsure: bool = False,
 ) -> Image.Image:
     """Draw boxes given in pixels of the original image; pixels inside the `covered` boxes become grey."""
     content = image.content if isinstance(image, ImageBytes) else image
@@ -184,13 +193,18 @@ def draw_on(
     for x1, y1, x2, y2 in on_picture(covered).astype(int):
         pixels[y1 : y2 + 1, x1 : x2 + 1] = GREY
     moved = on_picture([*boxes, *(phrase.box for phrase in phrases)])
-    return Image.fromarray(draw_boxes(pixels, moved, title=title, **box_marks(labels, phrases)))
+    return Image.fromarray(draw_boxes(pixels, moved, title=title, **box_marks(labels, phrases, is_unsure)))
 
 
-def box_marks(labels: Sequence[str], phrases: Sequence[GroundedPhrase]) -> dict[str, list[Any]]:
-    """`labels`, `colours` and `dashed` of `draw_boxes` for labelled boxes followed by boxes of phrases."""
+def box_marks(
+    labels: Sequence[str], phrases: Sequence[GroundedPhrase], is_unsure: bool = False
+) -> dict[str, list[Any]]:
+    """`labels`, `colours` and `dashed` of `draw_boxes` for labelled boxes followed by boxes of phrases.
+
+    `is_unsure`: the labelled boxes are of an unsure answer.
+    """
     return {
         "labels": [*labels, *(phrase.label for phrase in phrases)],
         "colours": choose_box_colours(len(labels), len(phrases)),
-        "dashed": [*[False] * len(labels), *(not phrase.is_clear for phrase in phrases)],
+        "dashed": [*[is_unsure] * len(labels), *(not phrase.is_clear for phrase in phrases)],
     }

@@ -28,7 +28,12 @@ It knows only this:
 | metric | value |
 |---|---:|
 {% for key, value in metrics.items() %}| {{ key }} | {{ "%.3f" | format(value) }} |
-{% endfor %}{% endif %}"""
+{% endfor %}{% endif %}{% if thresholds %}
+Answers are marked unsure below a certainty of
+{% for boxes, value in thresholds.items() %}{{ "%.2f" | format(value) }} with {{ boxes }}
+{{- ", " if not loop.last }}{% endfor %};
+fewer than {{ sure }} % of such answers were right in validation.
+{% endif %}"""
 
 
 def without_absolute_paths(value: Any) -> Any:

@@ -142,7 +142,8 @@ def save_answer(folder: Path, answer: Answer) -> None:
         key: value for key, value in prediction.items() if key not in ("type", "text_index", "file_name", "text")
     }
     first, *others = map(str, answer.images)
-    content: dict[str, Any] = {"image": first, "text": answer.question, **prediction, "regions": answer.boxes.tolist()}
+    content: dict[str, Any] = {"image": first, "text": answer.question, **prediction, "is_unsure": answer.is_unsure}
+    content["regions"] = answer.boxes.tolist()
     if others:
         content |= {"other_images": others, "region_images": answer.box_images.tolist()}
     if answer.attention is not None:

@@ -302,9 +302,11 @@ def draw_answer(session: Session, found: Inspection | None, masked: tuple[int, .
     """
     if found is None or session.photo is None:
         return None
-    shown, phrases = found.answer_boxes() or found.answer.attended_regions(), found.answer.shown_phrases()
+    answer_boxes, phrases = found.answer_boxes(), found.answer.shown_phrases()
+    shown = answer_boxes or found.answer.attended_regions()
     boxes = [*(box for _, box in shown), *(phrase.box for phrase in phrases)]
-    marks = box_marks([label for label, _ in shown], phrases)
+    is_unsure = bool(answer_boxes) and found.answer.is_unsure
+    marks = box_marks([label for label, _ in shown], phrases, is_unsure)
     return draw_boxes(_covered(session.photo, found, masked), _on_picture(session.photo, boxes), **marks)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from detector.structures import Loss
 from e2e_vl.config import BoxSource, RunConfig
 from e2e_vl.data.batching import BatchLoader, ExampleDataset, GroupedBatchSampler, Unreadable, collate
 from e2e_vl.io import check_output, file_name, replace_nan
+from e2e_vl.metrics.sureness import MIN_ANSWERS, sure_threshold
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.predictions import PhrasesOnly, Prediction, with_target, write_list
 from e2e_vl.run.build import Run, build_examples, warn_of_random_boxes
@@ -33,6 +35,7 @@ from e2e_vl.terminal import lasting_output
 # Names of metrics, such as `val/accuracy_predicted_boxes/relation`
 
 COUNTS = ("count", "unreadable_images")
+SURE_THRESHOLD = "sure_threshold"  # answers of a lower certainty are unsure; None: all are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,14 +75,16 @@ class MetricName:
 
     @property
     def measures_model(self) -> bool:
-        """Whether it is neither a count nor a bound that the data set."""
-        return self.metric not in (*COUNTS, "ceiling", shortcuts.METRIC)
+        """Whether it is neither a count, nor a bound that the data set, nor the threshold of sure answers."""
+        return self.metric not in (*COUNTS, "ceiling", shortcuts.METRIC, SURE_THRESHOLD)
 
     @property
     def is_constant(self) -> bool:
-        """Whether training cannot change the value: a count, a shortcut, or the upper bound for given boxes."""
+        """Whether the value does not improve with training: a count, a shortcut, the upper bound for given boxes, or
+        the threshold of sure answers.
+        """
         is_given = self.metric == "ceiling" and self.source is not BoxSource.ONLINE
-        return is_given or self.metric in (*COUNTS, shortcuts.METRIC)
+        return is_given or self.metric in (*COUNTS, shortcuts.METRIC, SURE_THRESHOLD)
 
 
 def named_metrics(scores: Mapping[str, Any], split: str, boxes: BoxSource) -> dict[str, Any]:
@@ -236,6 +241,7 @@ def evaluate_split(
     if losses is not None:
         scores |= losses.metrics(config)
     if max_images is None:
+        scores |= on_main(accelerator, lambda: sureness_metrics(model.task, predictions))
         scores |= shortcuts.best_shortcuts(user_path(config.data.root, "data.root"), config.data.name, split)
     return Evaluation(predictions, named_metrics(scores, split, boxes), unreadable)
 
@@ -245,6 +251,43 @@ def compute_metrics(task: Task, predictions: Sequence[Prediction]) -> dict[str, 
     judged = with_target(predictions)
     has_only_phrases = bool(predictions) and not judged
     return ({} if has_only_phrases else task.metrics(judged)) | grounding_metrics(predictions)
+
+
+def sureness_metrics(task: Task, predictions: Sequence[Prediction]) -> dict[str, float | None]:
+    """The metric `SURE_THRESHOLD` of a whole split; empty if fewer than `MIN_ANSWERS` answers can be judged."""
+    certainties: list[float] = []
+    correctness: list[float] = []
+    for prediction in with_target(predictions):
+        certainty = task.certainty(prediction)
+        if certainty is not None and prediction.correct is not None:
+            certainties.append(certainty)
+            correctness.append(prediction.correct)
+    if len(certainties) < MIN_ANSWERS:
+        return {}
+    return {SURE_THRESHOLD: sure_threshold(certainties, correctness)}
+
+
+def find_sure_threshold(metrics: Mapping[str, Any], splits: Iterable[str], boxes: BoxSource) -> float:
+    """The certainty from which on answers about such boxes are sure, from the metrics of a run.
+
+    Args:
+        splits: the first one with a threshold counts, so `data.eval_splits` begins with the validation split.
+
+    Returns:
+        The threshold; inf: no answer is sure; -inf: the run did not measure it, so no answer is called unsure.
+    """
+    for split in splits:
+        name = str(MetricName(split, SURE_THRESHOLD, boxes))
+        if name in metrics:
+            return math.inf if metrics[name] is None else metrics[name]
+    return -math.inf
+
+
+def mark_unsure(task: Task, predictions: Iterable[Prediction], threshold: float) -> None:
+    """Set `is_unsure` of the predictions whose certainty is below the threshold."""
+    for prediction in predictions:
+        certainty = task.certainty(prediction)
+        prediction.is_unsure = certainty is not None and certainty < threshold
 
 
 def make_loader(

@@ -31,7 +31,7 @@ from detector.io import atomic_file, decode_yaml, read_json, write_text
 from e2e_vl.config import DataSettings, EncoderSettings, RunConfig, TaskSettings, differences
 from e2e_vl.io import file_name, read_log, read_text
 from e2e_vl.predictions import Prediction, read_predictions, with_target
-from e2e_vl.run.evaluate import MetricName
+from e2e_vl.run.evaluate import MetricName, find_sure_threshold, mark_unsure
 from e2e_vl.run.optim import preview
 from e2e_vl.synthetic import shortcuts
 from e2e_vl.tasks.base import PredictionSummary, Task
@@ -259,6 +259,8 @@ def count_outcomes(described: Mapping[str, Sequence[DescribedPrediction]]) -> Ce
             judged = [phrase.correct for phrase in one.prediction.grounded[1:] if phrase.correct is not None]
             if one.outcome == "wrong" and judged and all(judged):
                 names.append("wrong, other phrases right")
+            if one.prediction.is_unsure:
+                names += ["unsure", "wrong, unsure"] if one.outcome == "wrong" else ["unsure"]
             for name in names:
                 counts.setdefault((name, source), Counter()).update(one.families)
     order = ("texts", *OUTCOMES)
@@ -343,7 +345,9 @@ def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
             path = run_dir / f"predictions_{file_name(split)}_{boxes}.json"
             if path.is_file():
                 words = boxes.metric_suffix.replace("_", " ")
-                described[words] = describe(read_predictions(path, task.prediction_class), task)
+                predictions = with_target(read_predictions(path, task.prediction_class))
+                mark_unsure(task, predictions, find_sure_threshold(metrics, config.data.eval_splits, boxes))
+                described[words] = describe(predictions, task)
         outcomes: dict[int, dict[str, str]] = {}  # index of a text -> box source -> outcome
         for boxes, one in ((boxes, one) for boxes, found in described.items() for one in found):
             outcomes.setdefault(one.prediction.text_index, {})[boxes] = one.outcome

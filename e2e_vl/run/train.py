@@ -450,11 +450,14 @@ class Trainer:
                 _, best_model, _ = checkpoints.load_model(best.folder)
                 built = dataclasses.replace(self.built, model=best_model.to(self.accelerator.device))
                 summary["best"]["metrics"] = evaluate_splits(self.config, built, self.accelerator)
+            if is_main:
+                write_json(best.folder / "metrics.json", replace_nan(summary["best"].get("metrics", metrics)))
         if best.is_over and self.step < self.total_steps:
             summary["stopped_early"] = best.waited
         if is_main:
             with atomic_folder(self.output / "model") as folder:
                 checkpoints.save_model(folder, *self.parts)
+                write_json(folder / "metrics.json", replace_nan(metrics))
             write_json(self.output / "metrics.json", replace_nan(summary))
             from e2e_vl.run.report import write_report  # late: importing matplotlib takes seconds
 

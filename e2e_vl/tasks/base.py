@@ -290,6 +290,18 @@ class Task(nn.Module, abc.ABC):
         """The best answers with their scores, best first; empty if answers are not texts."""
         return ()
 
+    def score_of(self, prediction: Prediction) -> float | None:
+        """The score of the answer; None: it has several scores, or none."""
+        ranked = self.ranked(prediction)
+        return getattr(prediction, "score", ranked[0][1] if ranked else None)
+
+    def certainty(self, prediction: Prediction) -> float | None:
+        """How certain the answer is, 0 to 1, by default its score; None: the answer is never called unsure.
+
+        Validation determines from which certainty on an answer is sure, see `e2e_vl/metrics/sureness.py`.
+        """
+        return self.score_of(prediction)
+
     def answer_lines(self, prediction: Prediction) -> list[str]:
         """One prediction as lines of text, the answer first; by default the ranked answers."""
         return [f"{score:.3f}  {answer}" for answer, score in self.ranked(prediction)]
@@ -298,7 +310,8 @@ class Task(nn.Module, abc.ABC):
         """The predicted boxes with labels; by default the one box of a task that `predicts_box`."""
         if not self.predicts_box or prediction.box is None:
             return []
-        return [(f"{prediction.detected_class or ''} {prediction.score:.2f}".strip(), prediction.box)]
+        unsure = ", unsure" if prediction.is_unsure else ""
+        return [(f"{prediction.detected_class or ''} {prediction.score:.2f}{unsure}".strip(), prediction.box)]
 
     def draw(self, prediction: Prediction) -> np.ndarray | None:
         """Draw a prediction and the ground truth; by default the image with phrases. Returns uint8 RGB [height, width,

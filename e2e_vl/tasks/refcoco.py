@@ -42,6 +42,8 @@ from e2e_vl.text import TextTokenizer
 
 NOTHING = "nothing fits"  # the answer of the null candidate
 OTHER_COLOURS = PALETTE[3:]  # for phrases: no green, blue or red
+SAME_PLACE = 0.5  # IoU from which two candidates are at the same place
+MAJORITY = 0.5  # score from which no other candidate has a higher one
 
 
 @dataclasses.dataclass
@@ -208,6 +210,18 @@ class ReferringTask(Task):
     def metrics(self, predictions: list[ReferringPrediction]) -> dict[str, float]:
         return referring_metrics(predictions, self.config.iou_convention, self.config.f1_overlap)
 
+    def certainty(self, prediction: ReferringPrediction) -> float:
+        """The score of the answer; of a box with the softmax loss, that of all candidates at the same place.
+
+        Detections of one object share its softmax score, so other boxes at the same place confirm the answer. They do
+        not confirm a box with less than half of the score, which would look wrong without a mark.
+        """
+        has_most = self.config.loss == "softmax" and prediction.score >= MAJORITY
+        if prediction.box is None or not has_most or not prediction.candidate_scores:
+            return prediction.score
+        overlaps = pairwise_iou(np.array([prediction.box]), np.array(prediction.candidate_boxes))[0]
+        return min(float(np.array(prediction.candidate_scores)[overlaps >= SAME_PLACE].sum()), 1.0)
+
     def ranked(self, prediction: ReferringPrediction) -> Ranked:
         """The predicted box as text, with its score."""
         if prediction.box is None:
@@ -223,7 +237,7 @@ class ReferringTask(Task):
         """The true box in green, the predicted box in blue (wrong: red), phrases in other colours.
 
         The first phrase usually refers to the answer itself; it is left out if its box is the predicted one. Boxes of
-        unsure phrases are dashed, see `phrase_boxes`.
+        unsure phrases are dashed, see `phrase_boxes`, and so is the box of an unsure answer.
         """
         box, phrases = prediction.box, prediction.grounded
         chosen = f"chosen: {prediction.detected_class}" if prediction.detected_class else "chosen"
@@ -231,7 +245,8 @@ class ReferringTask(Task):
         marks: list[tuple[Box, str, Colour, bool]] = []
         marks += [(target, meant, GREEN, False) for target in prediction.targets or ()]
         if box is not None:
-            marks.append((box, f"{chosen} {prediction.score:.2f}", BLUE if prediction.correct else RED, False))
+            label = f"{chosen} {prediction.score:.2f}" + (", unsure" if prediction.is_unsure else "")
+            marks.append((box, label, BLUE if prediction.correct else RED, prediction.is_unsure))
         names_answer = box is not None and bool(phrases) and phrases[0].box is not None
         first = 1 if names_answer and np.allclose(phrases[0].box, box, atol=0.5) else 0  # the boxes are rounded
         others = zip(*phrase_boxes(prediction, first), itertools.cycle(OTHER_COLOURS))

@@ -621,6 +621,9 @@ class VCRTask(Task):
     def correctness(self, prediction: VCRPrediction) -> float | None:
         return None if prediction.label is None else float(prediction.choice == prediction.label)
 
+    def score_of(self, prediction: VCRPrediction) -> float:
+        return prediction.probabilities[prediction.choice]
+
     def metrics(self, predictions: list[VCRPrediction]) -> dict[str, float]:
         """`accuracy` over the questions with a label, and `accuracy/<family>` if they have a family.
 

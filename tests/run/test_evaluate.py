@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 
@@ -10,9 +11,20 @@ from detector.io import read_json
 from e2e_vl.cli.run import evaluate
 from e2e_vl.config import BoxSource
 from e2e_vl.extraction.regions import detector_of_run
-from e2e_vl.metrics.refcoco import hits
-from e2e_vl.run.evaluate import LossSums, MetricName, evaluate_run, named_metrics
+from e2e_vl.metrics.refcoco import ReferringPrediction, hits
+from e2e_vl.predictions import PhrasesOnly
+from e2e_vl.run.evaluate import (
+    LossSums,
+    MetricName,
+    evaluate_run,
+    find_sure_threshold,
+    mark_unsure,
+    named_metrics,
+    sureness_metrics,
+)
 from e2e_vl.run.train import train
+from e2e_vl.tasks.config import ReferringConfig
+from e2e_vl.tasks.refcoco import ReferringTask
 from tests.run.runs import predictions_of
 from tests.run.test_optim import loss
 from tests.same import assert_same
@@ -124,6 +136,28 @@ def test_means_of_losses_are_over_the_items_of_all_batches(tiny_config):
     assert LossSums().metrics(tiny_config()) == {}
 
 
+# Sure answers
+
+
+def test_the_threshold_of_a_run_marks_its_answers():
+    task = ReferringTask(8, ReferringConfig())
+    rows = [(0.9, 1.0)] * 40 + [(0.4, 0.0)] * 20
+    predictions = [
+        ReferringPrediction(box=(0, 0, 9, 9), score=score, candidate_boxes=(), correct=correct)
+        for score, correct in rows
+    ]
+    measured = sureness_metrics(task, [*predictions, PhrasesOnly()])
+    assert measured == {"sure_threshold": 0.9} and sureness_metrics(task, predictions[:49]) == {}
+    metrics = named_metrics(measured, "val", BoxSource.ONLINE) | {"test/sure_threshold_gt_boxes": None}
+    splits = ["train", "val", "test"]
+    sources = (BoxSource.ONLINE, BoxSource.GT, BoxSource.DETECTIONS)
+    thresholds = [find_sure_threshold(metrics, splits, boxes) for boxes in sources]
+    assert thresholds == [0.9, math.inf, -math.inf]
+    for threshold, number in zip(thresholds, (20, 60, 0), strict=True):
+        mark_unsure(task, predictions, threshold)
+        assert sum(prediction.is_unsure for prediction in predictions) == number
+
+
 # Names of metrics
 
 
@@ -147,10 +181,12 @@ def test_what_training_cannot_change():
         "val/count_predicted_boxes": True,
         "val/ceiling_gt_boxes/relation": True,
         "val/best_shortcut_predicted_boxes/largest object": True,
+        "val/sure_threshold_predicted_boxes": True,
         "val/ceiling_predicted_boxes": False,
         "val/accuracy_gt_boxes": False,
     }
     assert {name: MetricName.read(name).is_constant for name in names} == names
-    for name in ("val/ceiling_predicted_boxes", "val/best_shortcut_gt_boxes/relation/largest object"):
+    unlike_models = ("ceiling_predicted_boxes", "best_shortcut_gt_boxes/relation/largest", "sure_threshold_gt_boxes")
+    for name in (f"val/{metric}" for metric in unlike_models):
         assert not MetricName.read(name).measures_model
     assert MetricName.read("val/count_predicted_boxes").boxes == "predicted boxes"

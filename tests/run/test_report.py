@@ -61,6 +61,9 @@ class FakeTask:
         words = (prediction.text, prediction.said, 0.256, prediction.truth)
         return PredictionSummary(*words, group=prediction.family or "", mistakes=prediction.mistakes)
 
+    def certainty(self, prediction: Guess) -> float:
+        return 0.256
+
 
 # Curves
 
@@ -315,6 +318,12 @@ def test_errors_come_first_and_only_some_are_shown(run):
     assert "Wrong with gt boxes: 1 of 1 bad wrong: blue (0.26) ground truth: red colours" in words
     assert words.index("Wrong with") < words.index("Correct with") < words.index("Unlabelled with")
     assert "texts wrong unlabelled all 3 1 1 colours 1 1 0" in words
+
+    assert "unsure" not in words, "the run has no threshold"
+    write_json(run / "metrics.json", {"val/sure_threshold_gt_boxes": 0.3})
+    words = text_of(report(run, guess(text="fine"), wrong))
+    assert "bad wrong: blue (0.26), unsure ground truth: red" in words
+    assert "texts wrong unsure wrong, unsure all 2 1 2 1 colours 1 1 1 1" in words
 
     page = report(run, *[guess()] * 3, *[guess(correct=0.0)] * 5, *[guess(correct=0.5)] * 2, number=2)
     assert page.count("<figure>") == 6

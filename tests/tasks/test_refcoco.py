@@ -247,6 +247,25 @@ def test_a_picture_of_a_photo_that_was_annotated_without_its_exif_rotation(tmp_p
     assert np.array_equal(*pictures)
 
 
+def test_candidates_at_one_place_confirm_a_box_with_most_of_the_score(grey):
+    box, near, far = [50, 10, 80, 50], [50, 10, 80, 48], [10, 10, 40, 40]
+    candidates = {"candidate_boxes": [box, near, far]}
+    cases = [
+        ("softmax", 0.6, [0.6, 0.3, 0.1], 0.9),
+        ("softmax", 0.4, [0.4, 0.4, 0.2], 0.4),
+        ("binary", 0.6, [0.6, 0.5, 0.4], 0.6),
+    ]
+    for loss, score, scores, certainty in cases:
+        prediction = prediction_of(score=score, candidate_scores=scores, **candidates)
+        assert make_task(loss=loss).certainty(prediction) == pytest.approx(certainty)
+    nothing = prediction_of(box=None, score=0.7, null_score=0.7, candidate_scores=[0.1, 0.1, 0.1], **candidates)
+    assert make_task(loss="softmax", null_candidate=True).certainty(nothing) == 0.7
+    sure, unsure = (prediction_of(grey, is_unsure=is_unsure) for is_unsure in (False, True))
+    assert make_task().answer_boxes(unsure)[0][0] == "0.50, unsure"
+    dashed, solid = (has_colour(make_task().draw(one), BLUE).sum() for one in (unsure, sure))
+    assert dashed != solid
+
+
 def test_phrases_have_other_colours_and_the_first_is_left_out_where_it_names_the_answer(grey):
     own = GroundedPhrase("a cat", (0, 5), (50.004, 10, 80, 50), 0.9, True)
     other, unsure = (
