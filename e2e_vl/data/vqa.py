@@ -11,6 +11,7 @@ test-dev2015)
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections import Counter
@@ -207,9 +208,16 @@ def _complete_answers(questions: Sequence[VQAQuestion], files: DataFiles, split:
             question.answers = tuple(itertools.islice(itertools.cycle(question.answers), NUM_ANSWERS))
         return
     fewest = min(incomplete, key=lambda question: len(question.answers))
+    counts = len(incomplete), len(questions)
+    _warn_of_few_answers(files.path("annotations", split=split), counts, fewest.id, len(fewest.answers))
+
+
+@functools.cache
+def _warn_of_few_answers(annotations: Path, counts: tuple[int, int], question: Id, answers: int) -> None:
+    """Log a warning once, although a split is opened for each of its box sources."""
     logger.warning(
         "%s: %d of %d questions have fewer than ten answers, such as question %s with %d. In the official accuracy and "
         "in training, a single answer scores 0, two equal ones score 0.33, and three 0.67; set "
         "data.config.repeat_answers=true to repeat answers until there are ten.",
-        *(files.path("annotations", split=split), len(incomplete), len(questions), fewest.id, len(fewest.answers)),
+        *(annotations, *counts, question, answers),
     )

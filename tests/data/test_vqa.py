@@ -129,6 +129,8 @@ def test_questions_with_few_answers_are_warned_of_or_get_ten(settings, tiny, cap
     counts = f"1 of 3 questions have fewer than ten answers, such as question 7000 with {len(answers)}."
     assert f"train2014_annotations.json: {counts}" in caplog.text
     caplog.clear()
+    make(settings, boxes="online")
+    assert not caplog.text, "once, although a split is opened for each source of boxes"
     filled = make(with_options(settings, repeat_answers=True)).texts[0].answers
     assert list(filled) == repeated and not caplog.text
     assert soft_scores(filled) == pytest.approx(target)
