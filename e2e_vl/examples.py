@@ -18,6 +18,7 @@ from torch import Tensor
 
 from detector.errors import UserError
 from detector.structures import Movable
+from e2e_vl.io import Id
 from e2e_vl.predictions import ONLY_PHRASES
 from e2e_vl.samples import DETECTED, Sample, SampleText
 from e2e_vl.text import TextEncoding, TextTokenizer
@@ -218,7 +219,7 @@ class ImageExample:
     image_transform: ImageTransform
     name: str  # for error messages, usually the path
     boxes: Float[np.ndarray, "R 4"] | None = None  # candidates; None: the detector proposes them
-    box_ids: tuple[int, ...] | None = None  # annotation ids, if all candidates are annotated objects
+    box_ids: tuple[Id, ...] | None = None  # annotation ids, if all candidates are annotated objects
     box_classes: Int64[np.ndarray, " R"] | None = None  # annotated classes, if all candidates are annotated objects
     class_probs: Float[np.ndarray, "R C"] | None = None  # class distributions of the candidates, from a file
     detected_classes: Int64[np.ndarray, " R"] | None = None  # predicted classes of the candidates, see `DETECTED`

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from detector.errors import UserError
+from e2e_vl.io import Id
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ class AnnotatedObjects:
     classes: np.ndarray | None = None  # int64 [G], 0 .. K-1
     is_crowd: np.ndarray | None = None  # bool [G]; None: no object is a crowd
     attributes: np.ndarray | None = None  # int64 [G, T], -1 = none in this slot; None: the file has no attributes
-    ids: tuple[int, ...] | None = None  # G annotation ids
+    ids: tuple[Id, ...] | None = None  # G annotation ids
     names: tuple[str, ...] | None = None  # G class names; None where they are unknown
     # G lists of float64 [points, 2] outlines (x, y); None where they are unknown
     outlines: Sequence[list[np.ndarray]] | None = None

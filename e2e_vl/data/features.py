@@ -289,15 +289,23 @@ def parse_row(line: str) -> RegionFeatures:
     cells = line.split("\t")
     names = TSV_COLUMNS["lxmert" if len(cells) > len(TSV_COLUMNS["tsv"]) else "tsv"]
     row = dict(zip(names, cells, strict=True))
-    number = int(row["num_boxes"])
+    number = _whole_number(row["num_boxes"])
     is_lxmert = "img_id" in row
     return RegionFeatures(
         image_id=row[names[0]],
-        image_size=tuple(int(row[f"{'img' if is_lxmert else 'image'}_{side}"]) for side in "hw"),
+        image_size=tuple(_whole_number(row[f"{'img' if is_lxmert else 'image'}_{side}"]) for side in "hw"),
         boxes=_array(row["boxes"], np.float32).reshape(number, 4),
         features=_array(row["features"], np.float32).reshape(number, -1 if number else 0),
         **{field: _array(row[name], OPTIONAL_COLUMNS[field]) for name, field in LXMERT_FIELDS.items() if is_lxmert},
     )
+
+
+def _whole_number(cell: str) -> int:
+    """An integer, which other tools also write as 100.0."""
+    value = float(cell)
+    if not value.is_integer():
+        raise ValueError(f"{cell} is no whole number")
+    return int(value)
 
 
 def _array(cell: str, kind: type) -> np.ndarray:

@@ -143,7 +143,8 @@ def read_expressions(path: str | Path, instances: CocoInstances) -> list[Express
                     "instances.json of this refs file"
                 )
         objects = [targets[str(ann_id)][1] for ann_id in ref.ann_ids]
-        ids, boxes = (tuple(ref.ann_ids), ref.image_id, ref.split), tuple(one.box for one in objects)
+        image_id = instances[ref.image_id].id
+        ids, boxes = (tuple(one.id for one in objects), image_id, ref.split), tuple(one.box for one in objects)
         category = instances.class_names[objects[0].class_index] if len(objects) == 1 else None
         expressions += [
             Expression(ref.ref_id, one.sent_id, *ids, one.sent, category, boxes, one.family or ref.family)

@@ -47,7 +47,7 @@ class ReferringPrediction(Prediction, kw_only=True):
     candidate_boxes: tuple[Box, ...]  # all candidate regions
     candidate_scores: tuple[Score, ...] = ()
     # annotation ids of the *last* candidate boxes (a box of the whole image may come before them)
-    candidate_ann_ids: tuple[int, ...] | None = None
+    candidate_ann_ids: tuple[Id, ...] | None = None
     detected_class: str | None = None  # the detector's class for the box; None: unknown
     gt_box: Box | None = None  # ground truth; None: unknown, or not exactly one box
     gt_boxes: tuple[Box, ...] | None = None  # ground truth of an expression about no or several objects (gRefCOCO)
@@ -203,7 +203,7 @@ def _generalized_hit(prediction: ReferringPrediction) -> bool:
 
 
 def _same_annotation(prediction: ReferringPrediction) -> tuple[bool, bool]:
-    ann_ids: Sequence[int] = prediction.candidate_ann_ids
+    ann_ids: Sequence[Id] = prediction.candidate_ann_ids
     candidates = np.asarray(prediction.candidate_boxes, dtype=np.float64).reshape(-1, 4)
     reachable = prediction.ann_id in ann_ids
     if prediction.box is None:

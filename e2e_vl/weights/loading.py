@@ -24,6 +24,7 @@ from transformers.utils import cached_file
 from detector.checkpoint import LoadReport, load_weights, read_tensors
 from detector.errors import MissingFileError, UserError, first_line, user_path
 from detector.io import read_json, read_yaml
+from detector.weight_names import strip_wrappers
 from e2e_vl.data.answer_lists import ANSWERS_FILE, read_answers
 from e2e_vl.parts import TASKS, decode
 from e2e_vl.tasks.base import HeadInit, Task
@@ -66,6 +67,9 @@ def read_checkpoint_part(path: str | Path, part: Literal["encoder", "task"], rul
     """Read the encoder's or the task's weights from any kind of checkpoint."""
     file = find_weights(str(path), part)
     tensors = read_tensors(file)
+    settings = _settings_of_run(file.parent, part)
+    if not settings:  # of another project, perhaps wrapped
+        tensors = strip_wrappers(tensors)
     for adapter in rules.adapters:
         if adapter.recognises(tensors):
             found = adapter.convert(tensors, file)
@@ -73,11 +77,11 @@ def read_checkpoint_part(path: str | Path, part: Literal["encoder", "task"], rul
             return CheckpointPart(
                 file, getattr(found, part), adapter, task_name, found.transferable, found.move_background_last
             )
-    settings = _settings_of_run(file.parent, part).get("task") or {}
-    name = settings.get("name")
+    task_settings = settings.get("task") or {}
+    name = task_settings.get("name")
     task_part, move_background_last = TASKS.get(name or rules.task_name), None
-    if part == "task" and settings and hasattr(getattr(task_part, "config_class", None), "has_background_last"):
-        config = decode(settings.get("config", {}), task_part.config_class, "task.config")
+    if part == "task" and task_settings and hasattr(getattr(task_part, "config_class", None), "has_background_last"):
+        config = decode(task_settings.get("config", {}), task_part.config_class, "task.config")
         move_background_last = config.has_background_last
     transferable = Task.transferable if task_part is None else task_part.cls.transferable
     return CheckpointPart(file, tensors, None, name, transferable, move_background_last)

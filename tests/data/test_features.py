@@ -158,11 +158,11 @@ def test_names_in_upper_case_and_files_of_macos(layout: str, tmp_path: Path, rec
     assert sorted(store.ids) == sorted(record.image_id for record in records) and len(store["42"]) == 5
 
 
-def test_a_tsv_file_with_a_byte_order_mark(tmp_path: Path, records):
+def test_a_tsv_file_of_pandas_with_a_byte_order_mark(tmp_path: Path, records):
     path = write("tsv", tmp_path, records)
     sidecar_path(path).unlink()
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    assert len(TsvStore(path)["val/7"]) == 3
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\t40\t30\t", b"\t40.0\t30.0\t"))
+    assert len(TsvStore(path)["val/7"]) == 3 and TsvStore(path)["42"].image_size == (30, 40)
 
 
 def test_folders_without_features_and_lmdb_files_in_folders(tmp_path: Path, records):

@@ -120,7 +120,10 @@ def test_ids_of_numpy_and_of_other_types(tiny, number):
         for sentence in ref["sentences"]:
             sentence |= {"sent_id": number(sentence["sent_id"]), "sent": np.str_(sentence["sent"])}
     tiny.write()
-    assert [(expression.words, expression.boxes) for expression in read(tiny)] == before
+    expressions = read(tiny)
+    assert [(expression.words, expression.boxes) for expression in expressions] == before
+    # as in the instances file, whose ids are compared with these
+    assert (expressions[0].ann_ids, expressions[0].image_id) == ((100,), 7)
 
 
 def test_a_pickle_that_tries_to_run_code_is_refused_before_it_runs(tiny, tmp_path, monkeypatch):

@@ -83,10 +83,11 @@ def test_no_records_and_no_boxes_are_no_division_by_zero():
         assert referring_metrics([nothing], convention) == {"accuracy": 0.0, "ceiling": 0.0, "count": 1.0}
 
 
-def test_same_annotation_rejects_a_near_duplicate():
+@pytest.mark.parametrize(("other", "referred"), [(5, 6), ("a5", "a6")])
+def test_same_annotation_rejects_a_near_duplicate(other, referred):
     near = [10.0, 10, 30, 29]
     whole = [0.0, 0, 99, 99]
-    common = {"candidates": [whole, near, GT], "candidate_ann_ids": [5, 6], "ann_id": 6}
+    common = {"candidates": [whole, near, GT], "candidate_ann_ids": [other, referred], "ann_id": referred}
     assert referring_metrics([record(near, **common)])["accuracy"] == 1
     assert referring_metrics([record(near, **common)], "same_annotation")["accuracy"] == 0
     assert referring_metrics([record(GT, **common)], "same_annotation")["accuracy"] == 1

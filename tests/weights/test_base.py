@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
@@ -52,7 +53,15 @@ def save_new(bert: BertForMaskedLM, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("save", [save_old, save_new])
+def save_wrapped(bert: BertForMaskedLM, folder: Path) -> Path:
+    """As a module of Lightning that `torch.compile` has wrapped."""
+    path = save_new(bert, folder) / "model.safetensors"
+    state = load_file(path)
+    save_file({f"model._orig_mod.{name}": value for name, value in state.items()}, path, {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("save", [save_old, save_new, save_wrapped])
 def test_encoder_and_word_head_start_from_bert(tmp_path, bert, save):
     path = save(bert, tmp_path / "bert")
     encoder = vl_bert(text_only_embedding=True)
