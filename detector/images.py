@@ -12,6 +12,7 @@ import dataclasses
 import io
 import logging
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,8 @@ from typing import Literal
 import numpy as np
 import torch
 from jaxtyping import Float, Int64, Num, UInt8
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import features as pil_features
 from torch import Tensor
 from torchvision.ops import clip_boxes_to_image
 
@@ -45,6 +47,23 @@ AS_STORED = {
 
 # Detected from the file's content, not its name. PIL supports about forty more, one of which runs a program (EPS).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+if "avif" in pil_features.modules and pil_features.check("avif"):  # since Pillow 11.3
+    FORMATS += ("AVIF",)
+
+# First bytes of files that people take for images, for error messages: HEIC photos are MP4 containers, like videos.
+OTHER_KINDS = {
+    "a HEIC photo": rb".{4}ftyp(hei[cxms]|hev[cmxs]|mif1|msf1)",
+    "an AVIF image": rb".{4}ftypavi[fs]",
+    "a JPEG XL image": rb"\xff\x0a|.{4}JXL ",
+    "a JPEG 2000 image": rb".{4}jP  |\xff\x4f\xff\x51",
+    "a video": rb".{4}ftyp|\x1a\x45\xdf\xa3|RIFF.{4}AVI ",
+    "a Photoshop file": rb"8BPS",
+    "a PDF": rb"%PDF",
+    "an HTML page": rb"\s*(<!doctype html|<html)",
+    "an SVG drawing": rb"\s*(<\?xml|<svg)",
+    "a pointer of Git LFS, without the image": rb"version https://git-lfs",
+}
+KIND_BYTES = 64  # that tell the kind
 
 
 @dataclass(frozen=True)
@@ -185,6 +204,13 @@ def normalise_images(
     return dataclasses.replace(images, pixels=pixels)
 
 
+def name_kind(start: bytes) -> str | None:
+    """Name what a file is that begins with these bytes and is in none of `FORMATS`; None: unknown."""
+    if not start:
+        return "an empty file"
+    return next((kind for kind, pattern in OTHER_KINDS.items() if re.match(pattern, start, re.DOTALL | re.I)), None)
+
+
 def _to_array(image: Image.Image, channel_order: ChannelOrder) -> Pixels:
     content = bytearray(image.tobytes("raw", channel_order))  # PIL reverses channels faster than numpy
     return np.frombuffer(content, dtype=np.uint8).reshape(image.height, image.width, 3)
@@ -192,8 +218,7 @@ def _to_array(image: Image.Image, channel_order: ChannelOrder) -> Pixels:
 
 def _read(source: str | Path | bytes, name: str, annotated_size: tuple[int, int] | None = None) -> Image.Image:
     """Read an RGB image and apply its EXIF orientation, unless it was annotated without; see `load_image`."""
-    source = io.BytesIO(source) if isinstance(source, bytes) else source
-    with reading(f"Image {name}", Exception), Image.open(source, formats=FORMATS) as image:  # PIL raises many types
+    with reading(f"Image {name}", Exception), _open(source, name) as image:  # PIL raises many types
         orientation = 1
         with contextlib.suppress(Exception):  # damaged EXIF data
             orientation = image.getexif().get(ORIENTATION_TAG, 1)
@@ -224,6 +249,31 @@ def _log_once(message: str, name: str) -> None:
     if message not in _logged:
         _logged.add(message)
         logger.warning(message, name)
+
+
+def _open(source: str | Path | bytes, name: str) -> Image.Image:
+    """Open an image file; HEIC photos need the package pillow-heif."""
+    is_content = isinstance(source, bytes)
+    try:
+        return Image.open(io.BytesIO(source) if is_content else source, formats=FORMATS)
+    except UnidentifiedImageError:
+        content = source if is_content else Path(source).read_bytes()
+        kind = name_kind(content[:KIND_BYTES])
+    if kind is None:
+        formats = ", ".join(FORMATS)
+        raise UserError(f"Image {name}: damaged or in another format than {formats}; replace it or convert it.")
+    if kind == "a HEIC photo":
+        advice = "pip install pillow-heif, or convert it to JPEG"
+        with contextlib.suppress(ImportError):
+            from pillow_heif import register_heif_opener
+
+            register_heif_opener()
+            return Image.open(io.BytesIO(content), formats=("HEIF",))
+    elif kind == "an AVIF image":
+        advice = "pip install 'pillow>=11.3', or convert it to JPEG"
+    else:
+        advice = "check its address, replace it, or convert it to JPEG or PNG"
+    raise UserError(f"Image {name} is {kind}, which cannot be read; {advice}.")
 
 
 def mask_rectangles(

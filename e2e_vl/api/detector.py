@@ -11,7 +11,8 @@ from detector.config import SelectionRule
 from detector.errors import UserError
 from e2e_vl.api.results import ImageRegions
 from e2e_vl.config import DISPLAY_SELECTION
-from e2e_vl.data.user_inputs import ImageFile, convert_boxes, to_image_file
+from e2e_vl.data.user_images import ImageFile, expand_images, to_image_file
+from e2e_vl.data.user_inputs import convert_boxes
 from e2e_vl.extraction.regions import LoadedDetector, extract_image
 from e2e_vl.run.devices import choose_device, choose_precision, computing_in
 from e2e_vl.samples import AnnotatedObjects
@@ -68,7 +69,7 @@ class TrainedDetector:
         min_regions: int | None = None,
         max_regions: int | None = None,
         stacklevel: int = 2,
-    ) -> ImageRegions:
+    ) -> ImageRegions | list[ImageRegions]:
         """Predict regions, best score first, or compute features and classes of the given boxes, in their order.
 
         Predicted boxes are selected by the rule "score" (`ExtractionSettings`), as in bulk extraction. The defaults
@@ -76,12 +77,16 @@ class TrainedDetector:
         value wins over the defaults of the others, see `SelectionRule`.
 
         Args:
-            image: see `e2e_vl.data.user_inputs.to_image_file`.
+            image: one image, see `to_image_file` in `e2e_vl/data/user_images.py`; or many in a folder, a pattern, a
+                list or tuple, an iterator or a batch, see `expand_images`.
             boxes: [R, 4], or strings or a file as in `TrainedModel.ask`; None: predicted boxes.
             min_score: score threshold; exactly the predicted boxes from this score on are kept, perhaps none.
             min_regions, max_regions: limits on the number of predicted boxes; where both are stated, they take
                 precedence over `min_score`.
             stacklevel: stack level of the warning that predicted boxes are random.
+
+        Returns:
+            The regions of the image, or a list with those of each of many images, in their order.
 
         Raises:
             UserError: the limits contradict each other, or `boxes` are given together with limits.
@@ -91,7 +96,11 @@ class TrainedDetector:
             raise UserError("All given boxes are kept; leave out min_score, min_regions and max_regions, or boxes.")
         if boxes is None and self.source.warning:
             warnings.warn(self.source.warning, stacklevel=stacklevel)
-        return self.find_regions(to_image_file(image), convert_boxes(boxes), rule)
+        given = convert_boxes(boxes)
+        images = expand_images(list(image) if isinstance(image, tuple) else image)
+        if images is None:
+            return self.find_regions(to_image_file(image), given, rule)
+        return [self.find_regions(to_image_file(one), given, rule) for one in images]
 
     def find_regions(self, file: ImageFile, given: AnnotatedObjects | None, rule: SelectionRule) -> ImageRegions:
         """`regions` without `warnings.warn`."""

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,13 @@ from detector.errors import MissingFileError, UserError, first_line
 from detector.images import ResizeRule
 from detector.io import atomic_files, read_json, read_yaml, write_json
 from e2e_vl.api.detector import TrainedDetector
-from e2e_vl.api.results import GREY, Answer, ExampleScene, ImageRegions, box_marks, draw_on
+from e2e_vl.api.questions import check_top_k, make_questions
+from e2e_vl.api.results import GREY, Answer, ExampleScene, ImageRegions, Region, box_marks, draw_on
 from e2e_vl.api.sharing import MODEL_CARD, without_absolute_paths
 from e2e_vl.config import BoxSource, RunConfig
 from e2e_vl.data.batching import collate, random_generator
-from e2e_vl.data.user_inputs import IMAGE_SUFFIXES, convert_boxes, require_inside, to_image_file
+from e2e_vl.data.user_images import to_image_file
+from e2e_vl.data.user_inputs import convert_boxes, require_inside
 from e2e_vl.examples import Example
 from e2e_vl.extraction.regions import RANDOM_BOXES, LoadedDetector
 from e2e_vl.io import DEMO, find_run
@@ -50,6 +52,7 @@ __all__ = [
     "Answer",
     "ExampleScene",
     "ImageRegions",
+    "Region",
     "TrainedDetector",
     "TrainedModel",
     "box_marks",
@@ -59,15 +62,6 @@ __all__ = [
 ]
 
 SAME_REGION = 0.5  # IoU from which two boxes are of one region
-
-
-def repeat_for_questions(value: Any, count: int, is_one: Callable[[Any], bool], what: str) -> list[Any]:
-    """A single value `count` times, or a list of `count` values; `what` begins the error message."""
-    if is_one(value):
-        return [value] * count
-    if not isinstance(value, list | tuple) or len(value) != count or not all(map(is_one, value)):
-        raise UserError(f"{what}, or a list with one for each of the {count} questions.")
-    return list(value)
 
 
 class TrainedModel(
@@ -119,7 +113,9 @@ class TrainedModel(
         self._preprocessor = network.task.preprocessor(build_text_tokenizer(config, network, tokenizer))
 
     def __dir__(self) -> list[str]:
-        return [name for name in super().__dir__() if not name.startswith("_")]
+        """The names for users: not those that only other modules of this package call."""
+        helpers = {"answer_questions", "ask_with_output", "boxes_warning", "check_question", "from_folder"}
+        return [name for name in super().__dir__() if not name.startswith("_") and name not in helpers]
 
     def __repr__(self) -> str:
         config, size = self.config, self.config.data.resize
@@ -177,7 +173,7 @@ class TrainedModel(
     def ask(
         self,
         image: Any,
-        text: str | list[str],
+        text: str | Iterable[str],
         *,
         boxes: Any = None,
         choices: Sequence[Any] = (),
@@ -189,44 +185,23 @@ class TrainedModel(
         `model(image, text)` is the same.
 
         Args:
-            image: a path, an address, bytes, a PIL image, an array or a tensor (`data.user_inputs.to_image_file`); a
-                tuple of them for a text about several images; or a list of any of these. The detector runs once per
+            image: a path, an address, bytes, an open file, a PIL image, an array or a tensor (`to_image_file` in
+                `e2e_vl/data/user_images.py`); a tuple of them for a text about several images; or many of any of these:
+                a folder, a pattern, a list, an iterator or a batch (`expand_images`). The detector runs once per
                 distinct image.
             text: a text, or a list of texts. A single image or text is combined with each element of the other list.
             boxes: candidate boxes instead of predicted ones: [R, 4], strings such as "person:10,20,80,200", or a file.
                 They apply to all questions and must lie inside the images.
             choices: the texts to choose from (VCR); one list for all questions, or one per question.
             answer: the answer to justify, if the model chooses rationales (VCR); one for all questions, or a list.
-            top_k: number of `top_answers`, or of `top_boxes` for a task that predicts a box.
+            top_k: number of `top_answers`, or of `top_boxes` for a task that predicts a box; at least 1.
 
         Returns:
-            One answer, or a list of answers in the order of the questions.
+            One answer; or a list of answers in the order of the questions, if there are many images or texts.
         """
-        if isinstance(image, str) and _is_image(text) and not _is_image(image):
-            raise UserError(f"'{image}' is no image; give the image first and then the text: ask(image, text).")
-        lists = [value for value in (image, text) if isinstance(value, list)]
-        count = len(lists[-1]) if lists else 1
-        images = repeat_for_questions(image, count, lambda one: not isinstance(one, list), "image must be one image")
-        texts = repeat_for_questions(text, count, lambda one: isinstance(one, str), "text must be a string")
-        all_choices = repeat_for_questions(
-            choices,
-            count,
-            lambda one: isinstance(one, list | tuple) and all(isinstance(choice, str) for choice in one),
-            "choices must be a list of strings",
-        )
-        all_answers = repeat_for_questions(
-            answer, count, lambda one: one is None or isinstance(one, str), "answer must be a string"
-        )
-        given = convert_boxes(boxes)
-        groups = [one if isinstance(one, tuple) else (one,) for one in images]
-        distinct = {id(one): one for group in groups for one in group}
-        files = {key: to_image_file(one) for key, one in distinct.items()}
-        questions = []
-        for group, words, *more in zip(groups, texts, all_choices, all_answers, strict=True):
-            first, *others = (files[id(one)] for one in group)
-            questions.append(Question(first, words, given, *more, others=tuple(others)))
-        answers = self._answer_with_warnings(questions, top_k)
-        return answers if lists else answers[0]
+        questions, is_list = make_questions(image, text, boxes, choices, answer)
+        answers = self._answer_with_warnings(questions, check_top_k(top_k))
+        return answers if is_list else answers[0]
 
     __call__ = ask
 
@@ -240,7 +215,7 @@ class TrainedModel(
         question = Question(to_image_file(image), text, boxes_to_mask=convert_boxes(boxes))
         return self._answer_with_warnings([question])[0]
 
-    def regions(self, image: Any, **kwargs: Any) -> ImageRegions:
+    def regions(self, image: Any, **kwargs: Any) -> ImageRegions | list[ImageRegions]:
         """Regions of the model's detector; see `TrainedDetector.regions`."""
         self._require_detector()
         return self.detector.regions(image, **kwargs, stacklevel=3)
@@ -575,12 +550,6 @@ class TrainedModel(
             sure=round(100 * SURE),
             **more,
         )
-
-
-def _is_image(value: Any) -> bool:
-    """Whether a value is meant as an image: an address, the name of an image file, or no text at all."""
-    is_named = isinstance(value, str) and (value.startswith("https://") or value.lower().endswith(IMAGE_SUFFIXES))
-    return is_named or not isinstance(value, str | list)
 
 
 def _largest_size(example: Example) -> tuple[int, ...]:

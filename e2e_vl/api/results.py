@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,8 +12,10 @@ import msgspec
 import numpy as np
 from PIL import Image
 
+from detector.errors import UserError, user_path
 from detector.images import ResizeRule, load_resized, resize_boxes
-from e2e_vl.data.user_inputs import ImageFile
+from detector.io import atomic_file, write_json
+from e2e_vl.data.user_images import ImageFile
 from e2e_vl.drawing import choose_box_colours, draw_boxes
 from e2e_vl.predictions import GroundedPhrase, Prediction, Ranked
 from e2e_vl.samples import ImageBytes
@@ -22,6 +24,7 @@ DISPLAY_SIZE = ResizeRule(600, 1000)  # of pictures
 MAX_ATTENDED_REGIONS = 5  # maximum number of attended regions in a picture
 HIGH_ATTENTION = 2.0  # minimum attention of a drawn region, as a multiple of the mean
 MIN_DRAWN_SCORE = 0.05  # minimum score of a drawn region
+PICTURE_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 GREY = 127  # value of masked pixels
 
 
@@ -113,6 +116,20 @@ class Answer:
         labels = [f"{row} {self.box_names[row]}".strip() for row in rows]
         return draw_on(self.images[image], self.boxes[rows], labels)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the answer in plain values for JSON: all fields, with lists for arrays, and the phrases."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values |= {"phrases": self.phrases, "images": [str(image) for image in self.images]}
+        return to_plain(values)
+
+    def save(self, path: str | Path, image: int = 0) -> None:
+        """Write the picture of `draw`, or `to_dict` as JSON, by the suffix of the file.
+
+        Args:
+            image: image index of the picture, for a text about several images.
+        """
+        save_result(Path(path), self.to_dict, functools.partial(self.draw, image))
+
     def shown_phrases(self) -> list[GroundedPhrase]:
         """The phrases that `draw` shows, in text order: those that are clearly grounded in one region.
 
@@ -133,8 +150,29 @@ class Answer:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # == is ambiguous for arrays
+class Region:
+    """One region of an image."""
+
+    box: np.ndarray  # float32 [4], xyxy in pixels of the original image
+    score: float  # 0 to 1
+    class_index: int
+    name: str  # of the class
+    attribute: str  # the most probable one; "" if attributes are unknown
+    feature: np.ndarray = dataclasses.field(repr=False)  # float32 [D]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the region in plain values for JSON, without its feature."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del values["feature"]
+        return to_plain(values)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # == is ambiguous for arrays
 class ImageRegions:
-    """Regions of one image: predicted, best score first, or given. Boxes are xyxy in pixels of the original image."""
+    """Regions of one image: predicted, best score first, or given. Boxes are xyxy in pixels of the original image.
+
+    It is a sequence of `Region`; a slice or an array of indices gives fewer `ImageRegions`.
+    """
 
     boxes: np.ndarray  # float32 [R, 4]
     scores: np.ndarray  # float32 [R]
@@ -147,6 +185,43 @@ class ImageRegions:
 
     def __len__(self) -> int:
         return len(self.boxes)
+
+    def __iter__(self) -> Iterator[Region]:
+        return (self[row] for row in range(len(self)))
+
+    def __getitem__(self, index: Any) -> Any:
+        """A `Region` for an integer; `ImageRegions` for a slice, a list or an array of indices, or a bool mask."""
+        if not isinstance(index, int | np.integer):
+            rows = np.arange(len(self))[index]
+            return dataclasses.replace(
+                self,
+                boxes=self.boxes[rows],
+                scores=self.scores[rows],
+                classes=self.classes[rows],
+                names=[self.names[row] for row in rows],
+                features=self.features[rows],
+                attributes=[self.attributes[row] for row in rows] if self.attributes else [],
+            )
+        return Region(
+            box=self.boxes[index],
+            score=float(self.scores[index]),
+            class_index=int(self.classes[index]),
+            name=self.names[index],
+            attribute=self.attributes[index] if self.attributes else "",
+            feature=self.features[index],
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the regions in plain values for JSON, without their features."""
+        return {
+            "image": str(self.image),
+            "regions": [region.to_dict() for region in self],
+            "warning": self.warning,
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write the picture of `draw`, or `to_dict` as JSON, by the suffix of the file."""
+        save_result(Path(path), self.to_dict, self.draw)
 
     def __repr__(self) -> str:
         best = ", ".join(f"{name} {score:.2f}" for name, score in zip(self.names[:3], self.scores, strict=False))
@@ -163,6 +238,30 @@ class ImageRegions:
     def _repr_png_(self) -> bytes:
         """For notebooks."""
         return self.draw()._repr_png_()
+
+
+def to_plain(value: Any) -> Any:
+    """Convert nested records, arrays and numbers of numpy to values for JSON."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, np.ndarray | np.generic):
+            return value.tolist()
+        raise TypeError(f"{type(value).__name__} has no form in JSON")
+
+    return msgspec.to_builtins(value, enc_hook=convert)
+
+
+def save_result(path: Path, to_dict: Callable[[], dict[str, Any]], draw: Callable[[], Image.Image]) -> None:
+    """Write a result as JSON or as a picture, by the suffix of the file; missing folders are made."""
+    path = user_path(path, "The path")
+    suffix = path.suffix.lower()
+    if suffix == ".json":
+        write_json(path, to_dict())
+    elif suffix in PICTURE_FORMATS:
+        with atomic_file(path) as part:
+            draw().save(part, PICTURE_FORMATS[suffix])
+    else:
+        raise UserError(f"{path}: a result is saved as .json, or as a picture: {', '.join(PICTURE_FORMATS)}.")
 
 
 class ExampleScene(NamedTuple):

@@ -8,9 +8,10 @@
     e2e-vl ask --run RUN --json questions.json --output DIR
 
 Prints the answers, best first; with phrase grounding, also the region of each phrase and its share of the attention.
-Several images, or a folder of images, share one text; with --pair, the text is about both images. --json is a list of
-{"image": FILE, "text": TEXT}, with paths relative to the JSON file. The model is loaded once, and the detector runs
-once per image. Missing and unreadable images are skipped and listed at the end; the exit status is then 2.
+Several images, a folder with its subfolders (in natural order: 2.jpg before 10.jpg) or a pattern share one text; with
+--pair, the text is about both images. --json is a list of {"image": FILE, "text": TEXT}, with paths relative to the
+JSON file. The model is loaded once, and the detector runs once per image. Missing and unreadable images are skipped and
+listed at the end; the exit status is then 2.
 
 Without --boxes, the run's detector predicts the regions. VCR needs --boxes, and its texts refer to them as [0] or
 [1,2], counted from 0; a VCR metadata file as --boxes also contains their classes and outlines. A pre-trained model
@@ -30,10 +31,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from detector.errors import MissingFileError, UserError
+from detector.errors import UserError
 from detector.io import read_json, write_json
 from e2e_vl.cli.main import make_parser, print_errors
-from e2e_vl.data.user_inputs import IMAGE_SUFFIXES, ImageFile, read_boxes, to_image_file
+from e2e_vl.data.user_images import find_images, to_image_file
+from e2e_vl.data.user_inputs import read_boxes
 from e2e_vl.io import find_run, write_png
 from e2e_vl.samples import Question
 
@@ -48,7 +50,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         "--run", required=True, help="run directory of e2e-vl train, a saved model, or a model of the hub"
     )
     asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--image", nargs="+", help="image files, https:// addresses, or a folder of files")
+    asked.add_argument("--image", nargs="+", help="image files, addresses, folders, or patterns such as 'photos/*.jpg'")
     asked.add_argument("--json", type=Path, metavar="FILE", help="images and texts, instead of --image and --text")
     parser.add_argument("--text", help="phrase, question, or a caption with [MASK]")
     parser.add_argument("--pair", action="store_true", help="the two images belong to one text")
@@ -113,25 +115,13 @@ def read_questions(args: argparse.Namespace) -> list[Question]:
     elif args.pair:
         asked = [(tuple(map(to_image_file, args.image)), args.text)]
     else:
-        asked = [((image,), args.text) for path in args.image for image in _images(path)]
+        asked = [((image,), args.text) for image in find_images(args.image)]
     if not asked:
         raise UserError(f"{args.json}: the list is empty; give at least one question.")
     boxes = None if args.boxes is None else read_boxes(args.boxes)
     to_mask = None if args.mask is None else read_boxes(args.mask, "--mask")
     inputs: dict[str, Any] = {"choices": tuple(args.choices), "answer": args.answer, "boxes_to_mask": to_mask}
     return [Question(images[0], text, boxes, others=images[1:], **inputs) for images, text in asked]
-
-
-def _images(source: str) -> list[ImageFile]:
-    path = Path(source)
-    if not path.is_dir():
-        file = to_image_file(source)
-        if isinstance(file, Path) and not file.exists():  # before the model is loaded
-            raise MissingFileError(f"Image {file} does not exist.")
-        return [file]
-    if not (found := sorted(file for file in path.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES)):
-        raise UserError(f"{path}: no images found; supported suffixes are {', '.join(IMAGE_SUFFIXES)}")
-    return found
 
 
 def save_answer(folder: Path, answer: Answer) -> None:

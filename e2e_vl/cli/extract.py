@@ -24,11 +24,12 @@ from e2e_vl.cli.main import make_parser, print_errors
 from e2e_vl.cli.processes import add_process_options, run_in_processes
 from e2e_vl.config import DEFAULT_SELECTIONS, DISPLAY_SELECTION, DetectorSettings, ExtractionSettings
 from e2e_vl.data.features import FORMATS
-from e2e_vl.data.user_inputs import to_image_file
+from e2e_vl.data.user_images import ImageFile, find_images
 from e2e_vl.io import write_png
 from e2e_vl.samples import Question
 
 if TYPE_CHECKING:  # at run time it would import torch
+    from e2e_vl.api.model import ImageRegions, TrainedModel
     from e2e_vl.extraction.regions import LoadedDetector
 
 ONE_IMAGE = """Describe the regions of one image, and find what a phrase refers to.
@@ -36,7 +37,7 @@ ONE_IMAGE = """Describe the regions of one image, and find what a phrase refers 
     e2e-vl extract IMAGE --output DIR
     e2e-vl extract IMAGE --output DIR --run runs/demo_refcoco --text "the small red circle"
 
-`python tools/extract_demo.py` is the same command for one image. It writes to DIR:
+`python tools/extract_demo.py` is the same command. It writes to DIR, or for several images to DIR/0001, DIR/0002, ...:
   regions.npz   boxes float32 [R, 4] (x1, y1, x2, y2 in pixels of the original image, after its EXIF rotation),
                 scores float32 [R], classes int64 [R], features float32 [R, D]; best score first
   regions.png   the image with its boxes, classes and scores, except boxes with very low scores
@@ -110,7 +111,7 @@ def load_source(args: argparse.Namespace) -> LoadedDetector:
 def one_image_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The options of tools/extract_demo.py."""
     parser = make_parser(ONE_IMAGE, prog)
-    parser.add_argument("image", help="any JPEG or PNG file, or an https:// address")
+    parser.add_argument("image", nargs="+", help="image file, address, or pattern such as 'photos/*.jpg'")
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
     add_detector_options(parser, None)
     parser.add_argument("--text", help="phrase to find in the image with --run")
@@ -142,7 +143,7 @@ def one_image(argv: list[str] | None = None, prog: str | None = None) -> int:
     args = one_image_parser(prog).parse_args(argv)
     if args.text is not None and args.run is None:
         raise UserError("--text needs --run, the directory of a trained run; train one with `e2e-vl train`.")
-    image = to_image_file(args.image)
+    images = find_images(args.image)
     rule = DISPLAY_SELECTION.with_stated(args.min_score, args.min_regions, args.max_regions)
     source = load_source(args)
     from e2e_vl.api.model import TrainedDetector  # late: imports torch
@@ -150,29 +151,42 @@ def one_image(argv: list[str] | None = None, prog: str | None = None) -> int:
     source = source.with_names(args.class_names, args.attribute_names)
     if source.warning:
         print(source.warning)
-    found = TrainedDetector(source, args.device).find_regions(image, None, rule)
-    path = args.output / "regions.npz"
-    args.output.mkdir(parents=True, exist_ok=True)
-    with atomic_file(path) as part, part.open("wb") as file:
-        np.savez(file, boxes=found.boxes, scores=found.scores, classes=found.classes, features=found.features)
-    write_png(args.output / "regions.png", found.draw())
-    print(f"{len(found)} regions with {found.features.shape[1]} features each: {path}")
+    detector = TrainedDetector(source, args.device)
+    model = None
     if args.text is not None:
         from e2e_vl.api.model import load  # imports transformers, which takes seconds
 
         model = load(args.run, args.device)
         if not model.network.task.predicts_box:
             raise UserError(f"{args.run}: the task '{model.config.task.name}' does not answer with a box.")
-        [answer] = model.answer_questions([Question(image, args.text)])
-        shown = {"image": args.image, "text": args.text, "box": answer.box, "score": answer.score}
-        shown |= {"boxes": answer.prediction.candidate_boxes, "scores": answer.prediction.candidate_scores}
-        write_json(args.output / "phrase.json", {key: np.asarray(value).tolist() for key, value in shown.items()})
-        write_png(args.output / "phrase.png", answer.draw())
-        for warning in answer.warnings:
-            print(f"warning: {warning}")
-        where = "fits no region" if answer.box is None else f"is at {answer.text} (score {answer.score:.2f})"
-        print(f'"{args.text}" {where}: {args.output / "phrase.png"}')
+    for number, image in enumerate(images, start=1):
+        folder = args.output if len(images) == 1 else args.output / f"{number:04d}"
+        write_regions(folder, detector.find_regions(image, None, rule))
+        if model is not None:
+            write_phrase(folder, model, image, args.text)
     return 0
+
+
+def write_regions(folder: Path, regions: ImageRegions) -> None:
+    """Write regions.npz and regions.png."""
+    path = folder / "regions.npz"
+    with atomic_file(path) as part, part.open("wb") as file:
+        np.savez(file, boxes=regions.boxes, scores=regions.scores, classes=regions.classes, features=regions.features)
+    write_png(folder / "regions.png", regions.draw())
+    print(f"{len(regions)} regions with {regions.features.shape[1]} features each: {path}")
+
+
+def write_phrase(folder: Path, model: TrainedModel, image: ImageFile, text: str) -> None:
+    """Write phrase.json and phrase.png."""
+    [answer] = model.answer_questions([Question(image, text)])
+    shown = {"image": str(image), "text": text, "box": answer.box, "score": answer.score}
+    shown |= {"boxes": answer.prediction.candidate_boxes, "scores": answer.prediction.candidate_scores}
+    write_json(folder / "phrase.json", {key: np.asarray(value).tolist() for key, value in shown.items()})
+    write_png(folder / "phrase.png", answer.draw())
+    for warning in answer.warnings:
+        print(f"warning: {warning}")
+    where = "fits no region" if answer.box is None else f"is at {answer.text} (score {answer.score:.2f})"
+    print(f'"{text}" {where}: {folder / "phrase.png"}')
 
 
 # Many images

@@ -1,4 +1,4 @@
-"""Images and boxes given by a user.
+"""Lists of images, and boxes, given by a user.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -6,113 +6,28 @@ Shape legend: see `e2e_vl/structures.py`.
 from __future__ import annotations
 
 import dataclasses
-import io
 import logging
-import urllib.request
+import os
 from collections.abc import Sequence
-from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Any
 from zipfile import BadZipFile
 
 import numpy as np
 from msgspec import Meta
-from PIL import Image
 
 from detector.errors import UserError, first_line, user_path
 from detector.io import read_json
 from e2e_vl.data.box_checks import require_pixels
 from e2e_vl.data.coco import CocoInstances
+from e2e_vl.data.user_images import IMAGE_SUFFIXES, images_in_folder, list_items, to_numpy
+from e2e_vl.data.user_images import to_image_file as to_image_file  # it was here, and may be imported from here
 from e2e_vl.data.vcr import Outlines
-from e2e_vl.io import Count, FourNumbers, Id, Name, Pixel, Record, box_corners, files_in, read_text
-from e2e_vl.samples import AnnotatedObjects, ImageBytes
+from e2e_vl.io import Count, FourNumbers, Id, Name, Pixel, Record, box_corners, read_text
+from e2e_vl.samples import AnnotatedObjects
 
 logger = logging.getLogger(__name__)
-
-ImageFile = Path | ImageBytes
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
-MAX_DOWNLOAD = 64 << 20  # bytes of an image at an address
-TIMEOUT = 30  # seconds without an answer from its server
 TOLERANCE = 1.0  # pixels by which a user's box may exceed its image: corners may be counted from 1, or rounded
-
-_ORIENTATION = 0x0112  # the EXIF tag
-_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")  # modes that PNG stores without loss
-
-
-def to_image_file(image: Any) -> ImageFile:
-    """Convert a path, an address, the content of a file, a PIL image, an array or a tensor to an image file.
-
-    Images in memory are encoded as PNG, so that `detector.images.load_image` handles mode, transparency and EXIF
-    orientation as in a file.
-
-    Args:
-        image: arrays and tensors are uint8, or floats in [0, 1]: [height, width] in grey, [height, width, 3] or
-            [3, height, width] in RGB, and likewise 1 channel in grey or 4 in RGBA.
-    """
-    if isinstance(image, str) and image.startswith(("https://", "http://")):
-        return _fetch(image)
-    if isinstance(image, str | Path):
-        path = user_path(image, "Image")
-        if path.is_dir():
-            raise UserError(f"{path} is a folder; give one image, or a list of images.")
-        return path
-    if isinstance(image, bytes):
-        return ImageBytes(image, "(the bytes given)")
-    kind = type(image).__name__
-    if isinstance(image, np.ndarray) or hasattr(image, "detach"):
-        kind, image = f"{image.dtype} {list(image.shape)}", _from_array(image)
-    if not isinstance(image, Image.Image) or image.mode in ("I", "F"):  # PIL would clip 32-bit values at 255
-        raise UserError(
-            "An image is a path, an address, bytes, a PIL image of 8 or 16 bits, or an array or a tensor of uint8, or "
-            "of floats in [0, 1]: [height, width] in grey, [height, width, 3] or [3, height, width] in RGB, or with 4 "
-            f"channels in RGBA; not {kind}."
-        )
-    stored = image.copy() if image.mode in _PNG_MODES else image.convert("RGB")
-    stored.info = {}  # metadata such as a transparent colour may be invalid in a PNG
-    stream, upright = io.BytesIO(), Image.Exif()
-    upright[_ORIENTATION] = int(image.getexif().get(_ORIENTATION, 1))
-    stored.save(stream, "PNG", compress_level=1, exif=upright)
-    return ImageBytes(stream.getvalue(), "(the image given)")
-
-
-def _from_array(values: Any) -> Image.Image | None:
-    """The image of an array or a tensor, see `to_image_file`; None if it is none.
-
-    Where the first and the last axis may be the channels, they are the first one of a tensor and the last of an array.
-    """
-    if is_tensor := not isinstance(values, np.ndarray):
-        values = values.detach().cpu()
-        values = (values.float() if values.is_floating_point() else values).numpy()  # numpy has no bfloat16
-    channels = (1, 3, 4)
-    if values.ndim == 3 and values.shape[0] in channels and (is_tensor or values.shape[2] not in channels):
-        values = values.transpose(1, 2, 0)
-    if values.shape[2:] == (1,):
-        values = values[:, :, 0]
-    if values.size and values.dtype.kind == "f":
-        low, high = float(values.min()), float(values.max())
-        if not 0 <= low <= high <= 1:
-            raise UserError(
-                f"The float values of an image must lie in [0, 1], and these go from {low:g} to {high:g}; undo the "
-                "normalisation, or convert values up to 255 to uint8."
-            )
-        values = np.round(values * 255).astype(np.uint8)
-    is_image = values.size and values.dtype == np.uint8 and values.ndim > 1 and values.shape[2:] in ((), (3,), (4,))
-    return Image.fromarray(np.ascontiguousarray(values)) if is_image else None
-
-
-def _fetch(address: str) -> ImageBytes:
-    """The image file at an address."""
-    try:
-        request = urllib.request.Request(address, headers={"User-Agent": "e2e-vl"})
-        with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
-            content = answer.read(MAX_DOWNLOAD + 1)
-    except (OSError, ValueError, HTTPException) as error:
-        raise UserError(
-            f"Image {address} could not be fetched ({first_line(error)}); check the address, or download it."
-        ) from error
-    if len(content) > MAX_DOWNLOAD:
-        raise UserError(f"Image {address} has more than {MAX_DOWNLOAD >> 20} MiB; download it and make it smaller.")
-    return ImageBytes(content, address)
 
 
 class _ListedRow(Record):
@@ -163,8 +78,8 @@ class GivenBoxes:
 def list_images(source: str | Path, root: str | Path | None = None) -> list[ListedImage]:
     """Images from a folder, a text file (one path per line) or a COCO JSON file (`images` with id and file_name).
 
-    Ids are the COCO ids, or the paths as listed (in a folder: relative to it) without suffix. For a path outside the
-    root, the id is the file name without suffix.
+    Those of a folder are in natural order, see `images_in_folder`. Ids are the COCO ids, or the paths as listed (in a
+    folder: relative to it) without suffix. For a path outside the root, the id is the file name without suffix.
 
     Args:
         root: folder that listed paths are relative to; default: the folder of the list.
@@ -172,7 +87,7 @@ def list_images(source: str | Path, root: str | Path | None = None) -> list[List
     source = user_path(source)
     images: list[ListedImage] = []
     if source.is_dir():
-        images = [ListedImage(_id(path.relative_to(source)), path) for path in files_in(source, IMAGE_SUFFIXES)]
+        images = [ListedImage(_id(path.relative_to(source)), path) for path in images_in_folder(source)]
     else:
         root = user_path(root) if root is not None else source.parent
         if source.suffix.lower() == ".json":
@@ -320,12 +235,33 @@ def convert_boxes(boxes: Any) -> AnnotatedObjects | None:
     """Parse a user's boxes.
 
     Args:
-        boxes: numbers [R, 4] or [4], xyxy in pixels of the original image; or strings or a file as in `--boxes`.
+        boxes: numbers [R, 4] or [4], xyxy in pixels of the original image, in lists, arrays or tensors; an object or a
+            dict that has such `boxes`; or strings or a file as in `--boxes`.
+
+    Raises:
+        UserError: they are none of these.
     """
     if boxes is None or isinstance(boxes, AnnotatedObjects):
         return boxes
-    if isinstance(boxes, str | Path):
-        boxes = [str(boxes)]
-    if isinstance(boxes, Sequence) and len(boxes) and all(isinstance(word, str) for word in boxes):
-        return read_boxes(boxes, "boxes")
-    return AnnotatedObjects(validate_boxes(np.atleast_2d(np.asarray(boxes, dtype=np.float64)), "boxes"), "boxes")
+    boxes = boxes.get("boxes", boxes) if isinstance(boxes, dict) else getattr(boxes, "boxes", boxes)
+    if isinstance(boxes, str | os.PathLike):
+        boxes = [os.fsdecode(boxes)]
+    layout = str(getattr(boxes, "format", "XYXY"))  # of torchvision's BoundingBoxes
+    if hasattr(boxes, "detach") and not layout.endswith("XYXY"):
+        raise UserError(f"boxes: {layout} is another layout; convert them to XYXY in pixels of the original image.")
+    values = to_numpy(boxes) if hasattr(boxes, "detach") else list_items(boxes)
+    values = boxes if values is None else values
+    if isinstance(values, Sequence) and len(values) and all(isinstance(word, str) for word in values):
+        return read_boxes(values, "boxes")
+    try:
+        corners = np.atleast_2d(np.asarray(values, dtype=np.float64))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"boxes: {type(boxes).__name__} holds no numbers [R, 4] ({first_line(error)}); give x1, y1, x2, y2 of each "
+            "box in pixels of the original image."
+        ) from error
+    if corners.ndim == 3 and len(corners) == 1:  # a batch of one image
+        corners = corners[0]
+    if corners.ndim != 2:
+        raise UserError(f"boxes: {list(corners.shape)} is no shape [R, 4]; the boxes apply to all images of a call.")
+    return AnnotatedObjects(validate_boxes(corners, "boxes"), "boxes")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import os
 import shutil
 import subprocess
@@ -170,14 +171,15 @@ def test_what_is_printed(model, detector, records):
     assert "val, predicted boxes: accuracy 0." in repr(model) and "count" not in repr(model)
     assert "6 classes" in lines["detector"] and "6 classes" in repr(detector)
     assert {"ask", "regions", "save_pretrained"} <= set(dir(model)) and not any(name[0] == "_" for name in dir(model))
+    assert not {"answer_questions", "check_question", "from_folder"} & set(dir(model))
 
 
 def test_mistakes_get_a_sentence(model, trained_run, records, tmp_path):
     image = records[0]["file_name"]
     with pytest.raises(UserError, match="'the star' is no image; give the image first"):
         model.ask("the star", image)
-    with pytest.raises(UserError, match="is a folder; give one image"):
-        model.regions(Path(image).parent)
+    with pytest.raises(UserError, match="no images found"):
+        model.regions(tmp_path)
     (tmp_path / ".lock").touch()
     for source, message in (
         (tmp_path, "has not ended; continue it with .*--resume"),
@@ -466,3 +468,59 @@ def test_messages_name_the_demo(demo_model):
     answer = demo_model.answer_questions([Question(demo_model.examples[0].image, "the zebra")])[0]
     assert any("vocabulary of demo:" in warning for warning in answer.warnings)
     assert repr(demo_model).startswith("TrainedModel demo\n")
+
+
+def test_many_images_and_texts_of_any_type(demo_model, tmp_path):
+    scene = demo_model.examples[0]
+    (tmp_path / "sub").mkdir()
+    for name in ("10.png", "2.png", "sub/1.png"):
+        shutil.copy(scene.image, tmp_path / name)
+    texts = scene.texts[:2]
+    expected = [answer.text for answer in demo_model.ask(scene.image, texts)]
+    for several in (tuple(texts), iter(texts), np.array(texts)):
+        assert [answer.text for answer in demo_model(scene.image, several)] == expected
+    pixels = np.asarray(Image.open(scene.image).convert("RGB"))
+    for images in ([scene.image, pixels], iter([scene.image, pixels]), np.stack([pixels, pixels])):
+        assert [answer.text for answer in demo_model.ask(images, texts)] == expected
+    answers = demo_model.ask(tmp_path, texts[0])
+    names = ["2.png", "10.png", "sub/1.png"]
+    assert [answer.images[0].relative_to(tmp_path).as_posix() for answer in answers] == names
+    for images in (tmp_path, f"{tmp_path}/**/*.png", [tmp_path / name for name in names]):
+        assert [Path(str(found.image)).name for found in demo_model.regions(images)] == ["2.png", "10.png", "1.png"]
+    assert len(demo_model.ask(tmp_path / "sub", texts[0])) == 1 and demo_model.ask([], texts[0]) == []
+    for top_k in (0, -1, 2.0, True, "3"):
+        with pytest.raises(UserError, match="at least 1"):
+            demo_model.ask(scene.image, texts[0], top_k=top_k)
+    assert len(demo_model.ask(scene.image, texts[0], top_k=np.int64(3)).top_boxes) == 3
+    with pytest.raises(UserError, match="empty tuple"):
+        demo_model.ask((), texts[0])
+
+
+def test_results_as_json_and_as_files(demo_model, tmp_path):
+    scene = demo_model.examples[0]
+    answer, found = demo_model.ask(scene.image, scene.texts[0]), demo_model.regions(scene.image)
+    content = json.loads(json.dumps(answer.to_dict()))
+    assert content["box"] == answer.box.tolist() and content["score"] == answer.score
+    assert np.array_equal(content["prediction"]["candidate_boxes"], answer.prediction.candidate_boxes)
+    assert content["images"] == [str(scene.image)] and content["phrases"][0]["text"] == answer.phrases[0].text
+    assert json.loads(json.dumps(found.to_dict()))["regions"][0] == found[0].to_dict()
+    for result, pixels in ((answer, answer.draw()), (found, found.draw())):
+        result.save(tmp_path / "new" / "result.json")
+        assert json.loads((tmp_path / "new" / "result.json").read_text()) == json.loads(json.dumps(result.to_dict()))
+        for name, kind in (("a.png", "PNG"), ("a.JPG", "JPEG")):
+            result.save(str(tmp_path / name))
+            assert Image.open(tmp_path / name).size == pixels.size and Image.open(tmp_path / name).format == kind
+        with pytest.raises(UserError, match=r"a\.txt: a result is saved as"):
+            result.save(tmp_path / "a.txt")
+
+
+def test_regions_are_a_sequence(demo_model):
+    found = demo_model.regions(demo_model.examples[0].image)
+    regions = list(found)
+    assert [region.name for region in regions] == found.names and len(regions) == len(found)
+    assert (regions[-1].feature == found.features[-1]).all() and (found[-1].box == found.boxes[-1]).all()
+    assert type(regions[0].score) is float and regions[0].attribute == "" and "feature" not in repr(regions[0])
+    for rows in (slice(0, 2), [0, 1], np.arange(len(found)) < 2):
+        assert found[rows].names == found.names[:2] and (found[rows].features == found.features[:2]).all()
+    with pytest.raises(IndexError):
+        found[len(found)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -136,9 +137,17 @@ def test_bad_arguments(config: Path, image: Path, tmp_path: Path, words, part, m
     assert not (tmp_path / "out").exists()
 
 
-def test_the_script_for_one_image_refuses_a_folder(tmp_path: Path, capsys):
-    assert extract.one_image([str(tmp_path), "--output", "out"]) == 2
-    assert "is a folder; give one image" in capsys.readouterr().err
+def test_each_of_several_images_gets_its_folder(config: Path, image: Path, tmp_path: Path, capsys):
+    for name in ("10.jpg", "sub/1.jpg", "2.jpg"):
+        (tmp_path / "photos" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(image, tmp_path / "photos" / name)
+    words = ["--config", str(config), "--output", str(tmp_path / "out")]
+    for images, count in ((f"{tmp_path}/photos/*.jpg", 2), (str(tmp_path / "photos"), 3)):
+        assert extract.one_image([images, *words]) == 0
+        assert len(list((tmp_path / "out").glob("*/regions.png"))) == count
+    assert (tmp_path / "out" / "0003" / "regions.npz").is_file()
+    assert extract.one_image([str(tmp_path / "no" / "*.jpg"), *words]) == 2
+    assert "no file fits this pattern" in capsys.readouterr().err
 
 
 def test_default_detector_from_any_folder(image: Path, tmp_path: Path, monkeypatch, capsys):

@@ -1,22 +1,17 @@
-"""Images and boxes in any form that users have them: in memory, at addresses, in lists, on a command line."""
+"""Lists of images, and boxes in any form that users have them: in memory, in files, on a command line."""
 
 from __future__ import annotations
 
-import functools
-import http.server
-import io
 import json
-import threading
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from torchvision import tv_tensors
 
 from detector.errors import UserError
-from detector.images import ResizeRule, load_image, load_resized
-from e2e_vl.data import user_inputs
 from e2e_vl.data.user_inputs import (
     ListedImage,
     convert_boxes,
@@ -24,7 +19,6 @@ from e2e_vl.data.user_inputs import (
     read_boxes,
     read_given_boxes,
     require_inside,
-    to_image_file,
 )
 from tests.data.helpers import refused
 
@@ -156,100 +150,20 @@ def test_boxes_must_lie_in_their_image():
             require_inside(np.array([box], dtype=float), (60, 100), "--boxes", "a.jpg")
 
 
-# In Python
-
-
-def picture(mode: str = "RGB") -> Image.Image:
-    pixels = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
-    return Image.fromarray(pixels).convert(mode)
-
-
-def pixels_of(image: object) -> np.ndarray:
-    file = to_image_file(image)
-    return load_resized(file.content, ResizeRule(40, 60), "RGB", file.name)[0]
-
-
-def saved(image: Image.Image, kind: str = "PNG", **options: object) -> io.BytesIO:
-    stream = io.BytesIO()
-    image.save(stream, kind, **options)
-    return stream
-
-
-ROTATED = Image.Exif()
-ROTATED[0x0112] = 6
-
-
-@pytest.mark.parametrize(
-    "file",
-    [
-        *(saved(picture(mode)) for mode in ("1", "L", "LA", "RGBA")),
-        *(saved(picture(mode), "TIFF") for mode in ("CMYK", "YCbCr")),
-        saved(picture("P"), transparency=3),
-        saved(picture(), exif=ROTATED),
-        saved(picture(), "JPEG", exif=b"Exif\0\0no tags"),
-    ],
-)
-def test_a_pil_image_has_the_pixels_of_its_file(file, tmp_path):
-    (tmp_path / "image").write_bytes(file.getvalue())
-    image = Image.open(file)
-    image.load()
-    before = (image.mode, dict(image.info))
-    np.testing.assert_array_equal(pixels_of(image), load_image(tmp_path / "image", "RGB"))
-    assert (image.mode, image.info) == before
-
-
-def test_arrays_and_modes_that_only_memory_has():
-    values = np.linspace(0, 65535, 2400).reshape(40, 60).astype(np.uint16)
-    expected = np.repeat((values >> 8).astype(np.uint8)[..., None], 3, axis=2)
-    np.testing.assert_array_equal(pixels_of(Image.fromarray(values)), expected)
-    np.testing.assert_array_equal(pixels_of(picture("HSV")), np.asarray(picture("HSV").convert("RGB")))
-    colours = np.asarray(picture())
-    alpha = np.dstack([colours, np.full((40, 60), 7, dtype=np.uint8)])
-    first, floats = torch.tensor(colours).permute(2, 0, 1), colours.astype(np.float32) / 255
-    for form in (colours, alpha, first, first.numpy(), first / 255, first[:, :, :3], floats, torch.tensor(floats)):
-        pixels = np.asarray(Image.open(io.BytesIO(to_image_file(form).content)).convert("RGB"))
-        np.testing.assert_array_equal(pixels, colours[:, : pixels.shape[1]])
-    for form in (colours[:, :, 0], colours[:, :, :1], first[:1], floats[:, :, 0]):
-        np.testing.assert_array_equal(pixels_of(form), np.repeat(colours[:, :, :1], 3, axis=2))
-
-
-@pytest.mark.parametrize(
-    ("image", "message"),
-    [
-        (picture("L").convert("F"), "not Image"),
-        (np.full((4, 4, 3), 7, dtype=np.float32), "from 7 to 7; undo"),
-        (torch.full((3, 4, 4), torch.nan), "from nan to nan; undo"),
-        (np.zeros((2, 40, 60), dtype=np.uint8), r"not uint8 \[2, 40, 60\]"),
-        (torch.zeros(1, 3, 40, 60), r"not torch.float32 \[1, 3, 40, 60\]"),
-        (7, "not int"),
-        (b"no image", "the bytes given"),
-        (".", "is a folder; give one image"),
-        ("https://127.0.0.1:1/a.png", "could not be fetched .*refused"),
-    ],
-)
-def test_what_is_no_image(image, message):
-    with pytest.raises(UserError, match=message):
-        pixels_of(image)
-
-
-def test_an_image_at_an_address(tmp_path, monkeypatch):
-    picture().save(tmp_path / "a.png")
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}"
-        np.testing.assert_array_equal(pixels_of(f"{address}/a.png"), np.asarray(picture()))
-        with pytest.raises(UserError, match=r"b\.png could not be fetched .*404"):
-            to_image_file(f"{address}/b.png")
-        monkeypatch.setattr(user_inputs, "MAX_DOWNLOAD", 1000)
-        with pytest.raises(UserError, match=r"a\.png has more than"):
-            to_image_file(f"{address}/a.png")
-        server.shutdown()
-
-
 def test_forms_of_boxes():
-    for boxes in ([1, 2, 30, 40], ((1, 2, 30, 40),), torch.tensor([[1, 2, 30, 40]]), "1,2,30,40"):
-        assert convert_boxes(boxes).boxes.tolist() == [[1, 2, 30, 40]]
-    for boxes in ([], [[1, 2, 3, 4, 0.5, 6]], [[1, 2, 1, 4]], [[1, 2, np.nan, 4]]):
+    numbers, kinds = [[1, 2, 30, 40]], tv_tensors.BoundingBoxFormat
+    on_canvas = {"canvas_size": (50, 50)}
+    for boxes in (
+        *([1, 2, 30, 40], ((1, 2, 30, 40),), "1,2,30,40", np.array(["1,2,30,40"]), iter(numbers), np.array([numbers])),
+        *(torch.tensor(numbers), torch.tensor(numbers).bfloat16(), [torch.tensor(numbers[0])]),
+        *({"boxes": numbers}, types.SimpleNamespace(boxes=numbers)),
+        tv_tensors.BoundingBoxes(numbers, format=kinds.XYXY, **on_canvas),
+    ):
+        assert convert_boxes(boxes).boxes.tolist() == numbers
+    for boxes in (
+        *([], [[1, 2, 3, 4, 0.5, 6]], [[1, 2, 1, 4]], [[1, 2, np.nan, 4]], [[1, 2], [3]], [None], 5, b"1,2,3,4"),
+        *([{"bbox": [1, 2, 3, 4]}], np.zeros((2, 3, 4))),
+        tv_tensors.BoundingBoxes(numbers, format=kinds.XYWH, **on_canvas),
+    ):
         with pytest.raises(UserError, match="boxes"):
             convert_boxes(boxes)

@@ -1,0 +1,90 @@
+"""The questions that a call of `ask` states: every combination of single values and lists."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from detector.errors import UserError
+from e2e_vl.data.user_images import IMAGE_SUFFIXES, expand_images, list_items, to_image_file
+from e2e_vl.data.user_inputs import convert_boxes
+from e2e_vl.samples import Question
+
+
+def make_questions(image: Any, text: Any, boxes: Any, choices: Any, answer: Any) -> tuple[list[Question], bool]:
+    """Return the questions of a call of `ask`, and whether it asks for a list of answers."""
+    if isinstance(image, str) and is_image(text) and not is_image(image):
+        raise UserError(f"'{image}' is no image; give the image first and then the text: ask(image, text).")
+    images = expand_images(image)
+    texts = list_items(text)
+    lists = [values for values in (images, texts) if values is not None]
+    count = len(lists[-1]) if lists else 1
+    all_images = repeat_for_questions(
+        image if images is None else images,
+        count,
+        lambda one: not isinstance(one, list),
+        "image must be one image (a tuple: those that one text is about)",
+    )
+    all_texts = repeat_for_questions(text if texts is None else texts, count, is_text, "text must be a string")
+    all_choices = repeat_for_questions(
+        list_items(() if choices is None else choices),
+        count,
+        lambda one: isinstance(one, list | tuple) and all(map(is_text, one)),
+        "choices must be a list of strings",
+    )
+    all_answers = repeat_for_questions(
+        answer, count, lambda one: one is None or is_text(one), "answer must be a string"
+    )
+    given_boxes = convert_boxes(boxes)
+    groups = [one if isinstance(one, tuple) else (one,) for one in all_images]
+    distinct = {id(one): one for group in groups for one in group}
+    files = {key: to_image_file(one) for key, one in distinct.items()}
+    questions = []
+    for group, *words in zip(groups, all_texts, all_choices, all_answers, strict=True):
+        if not group:
+            raise UserError("An image is an empty tuple; give one image, or the images that one text is about.")
+        first, *others = (files[id(one)] for one in group)
+        question_text, question_choices, given_answer = words
+        questions.append(
+            Question(first, question_text, given_boxes, tuple(question_choices), given_answer, others=tuple(others))
+        )
+    return questions, bool(lists)
+
+
+def repeat_for_questions(value: Any, count: int, is_one: Callable[[Any], bool], what: str) -> list[Any]:
+    """A single value `count` times, or a list of `count` values; `what` begins the error message."""
+    if is_one(value):
+        return [value] * count
+    if not isinstance(value, list | tuple) or len(value) != count or not all(map(is_one, value)):
+        raise UserError(f"{what}, or a list with one for each of the {count} questions.")
+    return list(value)
+
+
+def is_text(value: Any) -> bool:
+    """Whether a value is a text; those of numpy are."""
+    return isinstance(value, str)
+
+
+def is_image(value: Any) -> bool:
+    """Whether a value is meant as an image: an address, the name of an image file, or pixels."""
+    if isinstance(value, str):
+        return value.startswith(("https://", "http://", "data:")) or value.lower().endswith(IMAGE_SUFFIXES)
+    return isinstance(value, bytes | os.PathLike | Image.Image | np.ndarray) or hasattr(value, "detach")
+
+
+def check_top_k(top_k: Any) -> int | None:
+    """Return a number of answers, which is at least 1; None: the task's own number."""
+    if top_k is None:
+        return None
+    try:
+        number = operator.index(top_k)
+    except TypeError:
+        number = 0
+    if number < 1 or isinstance(top_k, bool):
+        raise UserError(f"top_k={top_k!r} must be an integer of at least 1, or None for the task's own number.")
+    return number
