@@ -122,10 +122,25 @@ def box_text(box: Sequence[float]) -> str:
     return f"x {x1} to {x2}, y {y1} to {y2}"
 
 
-def write_list(path: str | Path, entries: Iterable[Any]) -> None:
-    """Write one JSON list, an entry a line."""
+def write_list(path: str | Path, entries: Iterable[Any], id_names: Sequence[str] = ()) -> None:
+    """Write one JSON list, an entry a line; raises UserError if two entries are equal in the keys `id_names`."""
+    entries = list(entries)
+    require_distinct_entries(path, ([entry[name] for name in id_names] for entry in entries if id_names))
     lines = b",\n".join(map(msgspec.json.encode, entries))
     write_text(Path(path), f"[\n{lines.decode()}\n]\n")
+
+
+def require_distinct_entries(path: str | Path, ids: Iterable[Sequence[Any]]) -> None:
+    """Raise UserError if two entries of a submission have the same ids, as texts of joined data sets may."""
+    seen: set[tuple[Any, ...]] = set()
+    for own_ids in map(tuple, ids):
+        if own_ids in seen:
+            text_id = "/".join(map(str, own_ids))
+            raise UserError(
+                f"{path}: two predictions have the id {text_id}; give the texts of joined data sets different ids, or "
+                "evaluate each data set alone"
+            )
+        seen.add(own_ids)
 
 
 def read_predictions(path: Path, kind: type[Prediction]) -> list[Prediction]:

@@ -93,4 +93,4 @@ def write_submission(path: Path, predictions: Sequence[Flickr30KPrediction]) -> 
         rows = zip(one.phrase_ids, one.phrases, one.boxes, one.scores, strict=True)
         phrases = [dict(zip(("id", "phrase", "box", "score"), row, strict=True)) for row in rows]
         entries.append({"image": one.image_id, "sentence": one.sentence, "phrases": phrases})
-    write_list(path, entries)
+    write_list(path, entries, ["image", "sentence"])

@@ -81,7 +81,8 @@ def gqa_scores(predictions: Sequence[GQAPrediction]) -> dict[str, Any]:
         if None not in values:
             lists[name] = values
     hits = {one.question_id: one.is_hit for one in predictions}
-    if all(other in hits for one in scored for other in one.entailed_others):
+    has_distinct_ids = len(hits) == len(predictions)  # joined data sets may repeat them
+    if has_distinct_ids and all(other in hits for one in scored for other in one.entailed_others):
         others = [[hits[other] for other in one.entailed_others] for one in scored if one.is_hit]
         lists["consistency"] = [_mean(own) for own in others if own]
     scores: dict[str, Any] = {name: 100 * _mean(values) for name, values in lists.items()}
@@ -134,7 +135,7 @@ def gqa_metrics(predictions: Sequence[GQAPrediction]) -> dict[str, float]:
         return metrics
     scores = gqa_scores(predictions)
     if not any(one.entailed_others for one in balanced):
-        del scores["consistency"]
+        scores.pop("consistency", None)
     metrics["accuracy"] = scores["accuracy"] / 100
     is_open = {one.types["structural"] == OPEN for one in balanced}
     for kind, name in ((False, "binary"), (True, "open")):
@@ -173,7 +174,8 @@ def grounding(annotated: Sequence[Sequence[float]], attended: Iterable[tuple[Seq
 
 def write_submission(path: Path, predictions: Sequence[GQAPrediction]) -> None:
     """Write predictions in the evaluation server's format: a JSON list of {"questionId": str, "prediction": str}."""
-    write_list(path, ({"questionId": str(one.question_id), "prediction": one.answer} for one in predictions))
+    entries = ({"questionId": str(one.question_id), "prediction": one.answer} for one in predictions)
+    write_list(path, entries, ["questionId"])
 
 
 def _mean(values: Sequence[float]) -> float:
