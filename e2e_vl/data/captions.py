@@ -124,16 +124,16 @@ class CocoCaptions(CaptionSource):
 
     def __init__(self, parts: Sequence[tuple[Path, Path]], sources: Sequence[Hashable] | None = None) -> None:
         self._folders = [folder for _, folder in parts]
-        numbers: dict[tuple[Hashable, Id, Path], int] = {}
+        numbers: dict[tuple[Hashable, str, Path], int] = {}
         images: list[_CaptionedImage] = []
         captions: list[list[str]] = []
         for part, (path, folder) in enumerate(parts):
             content = read_json(path, _CaptionsFile)
             source = None if sources is None else sources[part]
-            number_of: dict[Id, int] = {}  # of the images of this file
+            number_of: dict[str, int] = {}  # of the images of this file; 12 and "12" are the same id
             for row in content.images:
-                number = numbers.setdefault((source, row.id, folder / row.file_name), len(images))
-                number_of[row.id] = number
+                number = numbers.setdefault((source, str(row.id), folder / row.file_name), len(images))
+                number_of[str(row.id)] = number
                 if number == len(images):
                     size = None if row.height is None or row.width is None else (row.height, row.width)
                     images.append(_CaptionedImage(part, str(row.id), row.file_name, size))
@@ -142,10 +142,10 @@ class CocoCaptions(CaptionSource):
             for row in content.annotations:
                 if not row.caption.strip():
                     skipped.add("blank captions, by image", row.image_id)
-                elif row.image_id not in number_of:
+                elif str(row.image_id) not in number_of:
                     skipped.add("captions of images that the file does not list", row.image_id)
                 else:
-                    captions[number_of[row.image_id]].append(row.caption)
+                    captions[number_of[str(row.image_id)]].append(row.caption)
             skipped.log()
         captioned = [number for number, own in enumerate(captions) if own]
         if len(captioned) < len(images):

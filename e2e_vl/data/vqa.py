@@ -104,10 +104,10 @@ def read_questions(questions: Path, annotations: Path | None = None, split: str 
     content = read_json(questions, _QuestionsFile)
     skipped = SkippedRecords(questions)
     image_set = coco_image_set(content.data_subtype) or coco_image_set(split) or split
-    answered: dict[Id, _Annotation] = {}
+    answered: dict[str, _Annotation] = {}  # by question; 12 and "12" are the same id
     if annotations is not None:
         for row in stream_list(annotations, _Annotation, "annotations"):
-            if answered.setdefault(row.question_id, row) != row:
+            if answered.setdefault(str(row.question_id), row) != row:
                 raise UserError(
                     f"{annotations} has two different annotations for question {row.question_id}; remove one of them"
                 )
@@ -115,8 +115,8 @@ def read_questions(questions: Path, annotations: Path | None = None, split: str 
     for row in content.questions:
         question = VQAQuestion(row.question_id, row.image_id, image_set, row.question)
         if annotations is not None:
-            answer = answered.get(row.question_id)
-            if answer is None or answer.image_id != row.image_id:
+            answer = answered.get(str(row.question_id))
+            if answer is None or str(answer.image_id) != str(row.image_id):
                 raise UserError(
                     f"{annotations} has no annotation for question {row.question_id} about image {row.image_id} of "
                     f"{questions}; use the files of the same split"

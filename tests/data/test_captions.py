@@ -230,8 +230,11 @@ COCO_FILE = {
 }
 
 
-def test_coco_captions_are_numbered_image_by_image(tmp_path):
-    source = CocoCaptions([(write_json(tmp_path / "captions.json", COCO_FILE), tmp_path / "images")])
+@pytest.mark.parametrize("number", [int, float, str])
+def test_coco_captions_are_numbered_image_by_image(tmp_path, number):
+    rows = [row | {"image_id": number(row["image_id"])} for row in COCO_FILE["annotations"]]
+    path = write_json(tmp_path / "captions.json", COCO_FILE | {"annotations": rows})
+    source = CocoCaptions([(path, tmp_path / "images")])
     assert list(source.groups) == [[0], [1, 2]], "an image without a caption is left out"
     assert [source.caption(text) for text in range(3)] == ["two", "one", "three"]
     assert [source.name(group) for group in range(2)] == ["5", "1"]

@@ -143,6 +143,16 @@ def test_the_most_frequent_answer_may_be_missing(settings, tiny):
     assert make(settings).texts[0].most_frequent == "b"
 
 
+def test_ids_may_be_strings_in_one_of_the_files(settings, tiny):
+    path = tiny.images_root.parent / "vqa" / "train2014_annotations.json"
+    before = list(make(settings).truths())
+    content = json.loads(path.read_text())
+    for row in content["annotations"]:
+        row |= {key: str(row[key]) for key in ("question_id", "image_id")}
+    path.write_text(json.dumps(content))
+    assert list(make(settings).truths()) == before
+
+
 def test_a_repeated_question_is_skipped(settings, tiny, caplog):
     path = tiny.images_root.parent / "vqa" / "train2014_questions.json"
     content = json.loads(path.read_text())
