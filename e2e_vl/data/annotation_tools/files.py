@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from pathlib import Path
 
+from e2e_vl.io import files_in
 
-def list_files(folder: Path, suffixes: Collection[str]) -> list[Path]:
-    """The files with these lower-case suffixes, in subfolders too, sorted.
 
-    Hidden files are left out: macOS writes a file `._a.jpg` with attributes of `a.jpg` to other disks and archives.
+def list_files(folder: Path, suffixes: Sequence[str]) -> list[Path]:
+    """The files whose names end with one of these, in subfolders too, sorted.
+
+    Hidden folders are left out: Jupyter keeps older copies of files in `.ipynb_checkpoints`. So is `__MACOSX`, which
+    macOS adds to archives.
     """
     paths = []
-    for path in folder.rglob("*"):
-        parts = path.relative_to(folder).parts
-        is_hidden = "__MACOSX" in parts or any(part.startswith(".") for part in parts)
-        if path.suffix.lower() in suffixes and not is_hidden and path.is_file():
+    for path in files_in(folder, suffixes):
+        folders = path.relative_to(folder).parts[:-1]
+        if "__MACOSX" not in folders and not any(name.startswith(".") for name in folders):
             paths.append(path)
-    return sorted(paths)
+    return paths
 
 
 def relative_name(path: Path, source: Path) -> str:

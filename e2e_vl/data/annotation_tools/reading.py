@@ -18,7 +18,7 @@ from e2e_vl.data.annotation_tools.placement import place
 from e2e_vl.data.annotation_tools.records import Annotation, Remarks, Row
 from e2e_vl.data.annotation_tools.tables import TABLES, read_table
 from e2e_vl.data.annotation_tools.voc import read_voc
-from e2e_vl.data.annotation_tools.yolo import CLASS_FILES, YAML, ClassList, find_class_lists, read_yolo
+from e2e_vl.data.annotation_tools.yolo import CLASS_FILES, YAML, ClassList, describe_labels, find_class_lists, read_yolo
 
 
 def read_boxes(
@@ -113,13 +113,17 @@ def _read_folder(folder: Path, photos: Photos, remarks: Remarks, ignored: Collec
         for other, other_files in by_format.items():
             for path, _ in other_files if other != name else ():
                 remarks.note(f"files of {other} beside those of {name} are not read", relative_name(path, folder))
+        for path in list_files(folder, CLASS_FILES):
+            remarks.note(f"labels of YOLO beside the files of {name} are not read", relative_name(path, folder))
         return _read_files(files, folder, remarks)
     class_lists = find_class_lists(folder)
     if class_lists and not descriptions:
         return _read_yolo(folder, class_lists, photos, remarks)
-    path, description = next(iter(descriptions.items()), ("", other_tools.describe_folder(folder)))
-    if description is not None:
-        raise UserError(f"{folder / path} is {description}." if path else f"{folder} has {description}.")
+    for name, description in descriptions.items():
+        raise UserError(f"{folder / name} is {description}.")
+    contents = describe_labels(folder) or other_tools.describe_folder(folder)
+    if contents is not None:
+        raise UserError(f"{folder} has {contents}.")
     raise UserError(
         f"{folder}: no JSON of COCO or LabelMe, no XML of Pascal VOC, and no data.yaml, "
         f"{' or '.join(CLASS_FILES[:2])} of YOLO."

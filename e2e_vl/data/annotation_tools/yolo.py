@@ -77,6 +77,17 @@ def find_class_lists(folder: Path) -> list[ClassList]:
     return [ClassList(path) for path in paths]
 
 
+def describe_labels(folder: Path) -> str | None:
+    """What the text files of a folder without class names are; None if they have no boxes."""
+    for path in list_files(folder, (".txt",)):
+        lines = [line.split() for line in read_text(path).splitlines()]
+        if any(map(_is_of_dota, lines)):
+            return "text files of DOTA; export YOLO with oriented boxes (OBB)"
+        if any(map(_looks_like_a_label, lines)):
+            return "text files of YOLO, but no class names; add classes.txt or data.yaml"
+    return None
+
+
 def read_yolo(
     folder: Path, class_lists: list[ClassList], remarks: Remarks, has_photo: Callable[[str], bool]
 ) -> Iterator[Annotation]:
@@ -115,6 +126,11 @@ def _looks_like_a_label(words: list[str]) -> bool:
     return len(words) > 2 and all(map(_is_number, words[1:5]))
 
 
+def _is_of_dota(words: list[str]) -> bool:
+    """Whether words are four corners, a class name and maybe a difficulty."""
+    return len(words) in (9, 10) and all(map(_is_number, words[:8])) and not _is_number(words[8])
+
+
 def _names_a_photo(words: list[str]) -> bool:
     return " ".join(words).lower().endswith(PHOTOS)
 
@@ -146,7 +162,7 @@ def _read_line(words: list[str], classes: ClassList) -> tuple[str, FourNumbers]:
     Raises:
         LabelError: the line is not a box or a polygon of a known class.
     """
-    if len(words) in (9, 10) and all(map(_is_number, words[:8])) and not _is_number(words[8]):
+    if _is_of_dota(words):
         raise LabelError("lines of DOTA's format", "", "export YOLO with oriented boxes (OBB) instead")
     try:
         numbers = np.array(words, dtype=np.float64)
