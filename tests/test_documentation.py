@@ -177,7 +177,8 @@ def test_a_call_of_a_tool_is_valid(file, tool, words, tool_mains, monkeypatch) -
     for word in words:
         if word.startswith("configs/"):
             assert (ROOT / word).is_file(), f"{file}: there is no {word}"
-    runs = [word for word in words if word.startswith("configs/") and not word.startswith("configs/detector/")]
+    others = ("configs/detector/", "configs/accelerate/")
+    runs = [word for word in words if word.startswith("configs/") and not word.startswith(others)]
     config = next(iter(runs), DEMO)
     if runs or not any(word.startswith(("task.config", "encoder.config", "data.config")) for word in words):
         load_config(config, [word for word in words if SETTING.fullmatch(word)])

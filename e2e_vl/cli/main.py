@@ -3,7 +3,7 @@
     e2e-vl train --config configs/demo/refcoco.yaml
     e2e-vl ask --run runs/demo_refcoco --image IMAGE --text "the small red circle" --output DIR
 
-See `e2e-vl COMMAND --help`. `accelerate launch -m e2e_vl COMMAND` starts several processes.
+See `e2e-vl COMMAND --help`. `e2e-vl train --num-processes N` starts several processes.
 """
 
 # torch, transformers, accelerate and matplotlib take seconds to import. Only functions that need them import them, so

@@ -16,6 +16,7 @@ TRAIN = """Train detector, encoder and task together.
 
     e2e-vl train --config configs/demo/refcoco.yaml train.lr=1e-3 output=runs/my_run
     e2e-vl train --num-processes 4 --config configs/demo/refcoco.yaml train.lr=1e-3 output=runs/my_run
+    accelerate launch tools/train.py --config configs/demo/refcoco.yaml train.lr=1e-3 output=runs/my_run
 
 `key=value` settings override the file. `--resume` continues the run in `output` exactly. `--num-processes` starts one
 process per GPU, or several on the CPU; `accelerate launch` and `torchrun` do so on several machines. SIGTERM, SIGHUP
@@ -27,6 +28,7 @@ EVALUATE = """Evaluate a trained run on any split with any source of boxes.
 
     e2e-vl evaluate --run runs/demo_refcoco --split val --boxes online --iou mattnet
     e2e-vl evaluate --num-processes 4 --run runs/demo_refcoco --split val --boxes online --iou mattnet
+    accelerate launch tools/evaluate.py --run runs/demo_refcoco --split val --boxes online --iou mattnet
 
 Candidate boxes: `gt` (all annotated boxes of the image), `detections` (a file in MAttNet's format), `online` (predicted
 by the model's detector), or `precomputed` (from the features file, for a run on precomputed features).
