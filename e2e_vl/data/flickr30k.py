@@ -143,7 +143,7 @@ class Flickr30KDataset(RecordDataset):
         annotated = {caption.image_id: None for caption in itertools.chain(*captions)}
         for image_id in annotated:
             image = read_annotation(self.annotations_folder / f"{image_id}.xml")
-            annotated[image_id] = self._without_odd_boxes(image, image_id, skipped)
+            annotated[image_id] = self._without_empty_boxes(image, image_id, skipped)
         skipped.log()
         self.annotated = SerializedDict(annotated.items(), AnnotatedImage, str(self.annotations_folder))
         chains = {image_id: set(itertools.chain(*image.names)) for image_id, image in annotated.items()}
@@ -204,15 +204,13 @@ class Flickr30KDataset(RecordDataset):
         everything = PhraseBoxes(tuple(phrase.span for phrase in phrases), every_box, is_complete=True)
         return SampleText(index, words, metadata, truth, phrases=everything)
 
-    def _without_odd_boxes(self, image: AnnotatedImage, image_id: str, skipped: SkippedRecords) -> AnnotatedImage:
-        """Skip and count boxes that are empty or outside the image."""
-        height, width = image.size
-        boxes = self._moved(np.array(image.boxes, dtype=np.float64).reshape(-1, 4))
+    def _without_empty_boxes(self, image: AnnotatedImage, image_id: str, skipped: SkippedRecords) -> AnnotatedImage:
+        """Skip and count boxes without an area. One outside its image is refused where the image is loaded."""
+        boxes = np.array(image.boxes, dtype=np.float64).reshape(-1, 4)
         has_area = (boxes[:, :2] < boxes[:, 2:]).all(axis=1)
-        is_inside = (boxes[:, :2] < [width, height]).all(axis=1) & (boxes[:, 2:] > 0).all(axis=1)
-        for row in np.flatnonzero(~(has_area & is_inside)).tolist():
-            skipped.add("boxes that are empty or outside the image", f"{list(image.boxes[row])} of {image_id}.xml")
-        rows = np.flatnonzero(has_area & is_inside).tolist()
+        for row in np.flatnonzero(~has_area).tolist():
+            skipped.add("empty boxes", f"{list(image.boxes[row])} of {image_id}.xml")
+        rows = np.flatnonzero(has_area).tolist()
         return AnnotatedImage(image.size, [image.boxes[row] for row in rows], [image.names[row] for row in rows])
 
     def _moved(self, boxes: np.ndarray) -> np.ndarray:

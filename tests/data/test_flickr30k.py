@@ -68,17 +68,16 @@ def test_captions_without_a_boxed_phrase_are_left_out(settings, tmp_path, caplog
     assert second.metadata == json.loads(json.dumps(second.metadata))
 
 
-@pytest.mark.parametrize("odd", ["<xmax>1</xmax>", "<xmax>0</xmax>", "<xmin>60</xmin><xmax>70</xmax>"])
-def test_boxes_that_are_empty_or_outside_the_image_are_skipped(settings, tmp_path, caplog, odd):
+@pytest.mark.parametrize("odd", ["<xmax>1</xmax>", "<xmax>0</xmax>"])
+def test_empty_boxes_are_skipped(settings, tmp_path, caplog, odd):
     path = tmp_path / "Annotations" / "11.xml"
     edges = "<xmin>1</xmin><ymin>2</ymin><xmax>11</xmax>"
-    replacement = f"<ymin>2</ymin>{odd}" if "xmin" in odd else f"<xmin>1</xmin><ymin>2</ymin>{odd}"
-    path.write_text(path.read_text().replace(edges, replacement))
+    path.write_text(path.read_text().replace(edges, f"<xmin>1</xmin><ymin>2</ymin>{odd}"))
     dataset = make(settings)
     sample = dataset.sample((0,))
     assert sample.images[0].objects.boxes.tolist() == [[5, 6, 10, 20], [20, 2, 40, 32]]
     assert sample.texts[0].metadata["phrases"] == ["a red shirt"], "the other phrase has lost its only box"
-    assert "skipped 1 boxes that are empty or outside the image" in caplog.text and "11.xml" in caplog.text
+    assert "skipped 1 empty boxes" in caplog.text and "11.xml" in caplog.text
 
 
 def test_coordinates_may_begin_at_zero(settings):
