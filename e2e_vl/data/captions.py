@@ -44,7 +44,16 @@ from e2e_vl.data.base import (
 from e2e_vl.data.box_checks import require_pixels
 from e2e_vl.data.coco import CocoInstances, open_instances
 from e2e_vl.data.config import CLASS_NAMES, CaptionOptions
-from e2e_vl.data.tables import Archives, SerializedList, SkippedRecords, TextGroups, TextLines, cached_array, read_range
+from e2e_vl.data.tables import (
+    Archives,
+    SerializedList,
+    SkippedRecords,
+    TextGroups,
+    TextLines,
+    cached_array,
+    hash_name,
+    read_range,
+)
 from e2e_vl.data.vcr import read_detected_objects
 from e2e_vl.io import Count, Id, Name, Record, Side, files_in, is_listed
 from e2e_vl.samples import CandidateBoxes, ImageBytes, ImageKey, Sample, SampleImage, SampleText
@@ -289,12 +298,12 @@ class ShardCaptions(CaptionSource):
         self.shards = [shard for shard in listed if is_listed(shard.name, (".tar",))]
         if not self.shards:
             raise MissingFileError(f"{path}: no shards (*.tar) found; check data.files.shards")
-        self._index = cached_array(self.shards, Path(cache), "shards 2", self._find_records)
+        self._index = cached_array(self.shards, Path(cache), "shards 3", self._find_records)
         self.groups = TextGroups.consecutive(np.ones(len(self._index), dtype=np.int64))
 
     def _find_records(self) -> np.ndarray:
-        """int64 [n, 3]: shard number, and the offsets of the image's and the caption's header in the shard."""
-        rows: list[tuple[int, int, int]] = []
+        """int64 [n, 4]: shard, offsets of the image's and the caption's header in the shard, and hash of the name."""
+        rows: list[tuple[int, int, int, int]] = []
         left_out = 0
         for number, shard in enumerate(tqdm(self.shards, desc="indexing shards", unit=" shards", delay=1)):
             records: dict[str, dict[str, int]] = {}
@@ -318,9 +327,11 @@ class ShardCaptions(CaptionSource):
                 rest = read_range(shard, archive.offset)
             if not rest or rest.strip(b"\0"):  # `tarfile` stops silently at a damaged header
                 raise UserError(f"{shard}: damaged or truncated at byte {archive.offset}; run img2dataset again")
-            whole = [(number, one["image"], one["caption"]) for one in records.values() if len(one) == 2]
-            rows += whole
-            left_out += len(records) - len(whole)
+            for name, record in records.items():
+                if len(record) == 2:
+                    rows.append((number, record["image"], record["caption"], hash_name(name)))
+                else:
+                    left_out += 1
         if left_out:
             logger.warning("%s: skipped %d records without an image or a caption.", self.shards[0].parent, left_out)
         return np.array(rows, dtype=np.int64)
@@ -333,6 +344,18 @@ class ShardCaptions(CaptionSource):
         with self._member(group, 1) as (name, _):
             folder, slash, file = name.rpartition("/")
             return folder + slash + file.partition(".")[0]
+
+    def require_distinct_names(self) -> None:
+        """Raise a UserError if two images have one name, by which files of boxes know them."""
+        _, first_rows = np.unique(self._index[:, 3], return_index=True)
+        number = len(self._index) - len(first_rows)
+        if number:
+            repeated = np.setdiff1d(np.arange(len(self._index)), first_rows)[0]
+            raise UserError(
+                f"{self.shards[0].parent}: {number:,} images have the name of an earlier one, such as "
+                f"{self.name(repeated)}, so boxes and features by name are ambiguous; give each image in all shards a "
+                "name of its own, as img2dataset does"
+            )
 
     def contents(self) -> Iterable[np.ndarray]:
         return (self._index,)
@@ -361,6 +384,8 @@ class CaptionDataset(VLDataset):
     def __init__(self, files: DataFiles, options: CaptionOptions, split: str, needs: DataNeeds) -> None:
         boxes = [self.files_by_image_id(files, needs, values) for values in _parts(options, split)]
         self.source = _source(files, options, split, needs.boxes, boxes)
+        if isinstance(self.source, ShardCaptions) and needs.boxes in (BoxSource.DETECTIONS, BoxSource.PRECOMPUTED):
+            self.source.require_distinct_names()
         self.groups = self.source.groups
         self.corpus = _corpus(files, options, split) if needs.training else None
         self.image_index = (0,) if options.use_images else ()

@@ -385,8 +385,8 @@ class Archives:
         if archive not in self._indices:
             self._indices[archive] = cached_array([archive], self.cache, "zip", lambda: _list_members(archive))
         index = self._indices[archive]
-        row = int(np.searchsorted(index[0], _hash(member)))
-        if row == index.shape[1] or index[0, row] != _hash(member):
+        row = int(np.searchsorted(index[0], hash_name(member)))
+        if row == index.shape[1] or index[0, row] != hash_name(member):
             raise MissingFileError(f"{archive} has no member {member}; download the archive again")
         _, offset, size, method, checksum = index[:, row].tolist()
         # the fields in a local header may be longer than those in the central directory
@@ -407,9 +407,12 @@ def _list_members(archive: Path) -> np.ndarray:
     for member in members:
         if checksums.setdefault(member.filename, member.CRC) != member.CRC:
             raise UserError(f"{archive}: two different members have the name {member.filename}; remove one of them")
-    rows = [(_hash(one.filename), one.header_offset, one.compress_size, one.compress_type, one.CRC) for one in members]
+    rows = [
+        (hash_name(one.filename), one.header_offset, one.compress_size, one.compress_type, one.CRC) for one in members
+    ]
     return np.array(sorted(rows), dtype=np.int64).T.copy()
 
 
-def _hash(name: str) -> int:
+def hash_name(name: str) -> int:
+    """Hash a name to 64 bits, alike in every process."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big", signed=True)

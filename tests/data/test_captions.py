@@ -321,6 +321,16 @@ def test_a_pattern_names_some_shards_and_names_may_be_long(tmp_path):
     assert source.name(9) == f"part.d/{'é' * 120}9"
 
 
+def test_boxes_need_one_name_per_image_of_all_shards(tmp_path):
+    for number, keys in enumerate((("1", "2"), ("2", "3"))):
+        members = [part for key in keys for part in record(key, f"caption {key}", jpeg(0))]
+        write(tmp_path / "train" / f"{number}.tar", members)
+    files = {"shards": "{split}", "detections": "dets.json"}
+    assert len(read(tmp_path, files, "shards", boxes="online")) == 4
+    with refused("train: 1 images have the name of an earlier one, such as 2,"):
+        read(tmp_path, files, "shards", boxes="detections")
+
+
 @pytest.mark.parametrize(("shuffle", "filling"), [(True, 3), (False, 0)])
 def test_two_processes_with_two_workers_read_every_record_of_all_shards_once(tmp_path, shuffle, filling):
     """Shards are not dealt to processes or workers, so their number and sizes do not matter."""
