@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -184,9 +185,17 @@ def _map_scenes(
         return list(bar(map(function, places)))
     # spawn, not fork: the caller may have running threads (torch)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, initializer=cv2.setNumThreads, initargs=(1,)) as pool:
+    with ProcessPoolExecutor(workers, context, initializer=_start_drawing) as pool:
         chunk = max(1, min(_MAX_CHUNK, len(places) // (2 * workers)))
         return list(bar(pool.map(function, places, chunksize=chunk)))
+
+
+def _start_drawing() -> None:
+    """Set up a process that draws."""
+    cv2.setNumThreads(1)
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all processes of a terminal; the first ends the others
 
 
 def _make_scene(
