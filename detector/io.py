@@ -415,7 +415,10 @@ def flush_to_disk(path: Path) -> None:
 
 def _sync(path: Path) -> None:
     """Flush a file, or the entries of a folder, to disk."""
-    handle = os.open(path, os.O_RDONLY)
+    is_windows = os.name == "nt"  # it opens no folders, and flushes only files that are open for writing
+    if is_windows and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDWR if is_windows else os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -400,7 +400,8 @@ class ExtractionSettings:
 # Reading and writing settings.
 
 
-CONFIGS = (Path(__file__).parent / "configs").resolve()  # of the repository, or of the installed package
+PACKAGED_CONFIGS = Path(__file__).parent / "configs"  # of an installed package; a clone has them beside the package
+CONFIGS = PACKAGED_CONFIGS if PACKAGED_CONFIGS.is_dir() else Path(__file__).resolve().parents[1] / "configs"
 INPUTS = (  # keys that name existing files or folders, see `load_config`
     *("detector.config", "detector.weights", "encoder.weights", "encoder.fallback_weights"),
     *("task.weights", "task.fallback_weights", "task.config.answers", "phrases.weights"),
@@ -416,7 +417,7 @@ def find_config(name: str | Path) -> Path:
         if found := next((one for one in (place / path, place / f"{path}.yaml") if one.is_file()), None):
             return found
     written = str(path.with_suffix("")).removeprefix("configs/")
-    names = [str(one.relative_to(CONFIGS).with_suffix("")) for one in sorted(CONFIGS.glob("*/*.yaml"))]
+    names = [one.relative_to(CONFIGS).with_suffix("").as_posix() for one in sorted(CONFIGS.glob("*/*.yaml"))]
     names += [str(one) for one in sorted(path.parent.glob("*.yaml"))]
     close = difflib.get_close_matches(written, names) or [one for one in names if Path(one).name == path.stem]
     hint = f"did you mean {' or '.join(close)}?" if close else f"give a path, or the name of a file in {CONFIGS}."

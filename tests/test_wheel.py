@@ -48,7 +48,8 @@ def test_the_wheel_trains_asks_and_extracts_in_an_empty_folder(tmp_path: Path) -
     source, installed, empty = (tmp_path / name for name in ("source", "installed", "empty"))
     for name in ("e2e_vl", "detector", "configs"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    assert not any(path.is_symlink() for path in source.rglob("*")), "a checkout on Windows makes text files of links"
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     run(source, BUILD, "sdist")
     with tarfile.open(next(source.glob("dist/*.tar.gz"))) as archive:
@@ -59,6 +60,7 @@ def test_the_wheel_trains_asks_and_extracts_in_an_empty_folder(tmp_path: Path) -
         archive.extractall(installed)
     written = {path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*") if path.is_file()}
     assert all((installed / "e2e_vl" / path).is_file() for path in written)
+    assert all((installed / package / "py.typed").is_file() for package in ("detector", "e2e_vl"))
     empty.mkdir()
     run(empty, USE, str(installed), PYTHONPATH=str(installed))
     assert all((empty / name).is_file() for name in ("asked/answer.png", "asked_demo/answer.png", "found/regions.npz"))

@@ -119,7 +119,11 @@ class Answer:
     def to_dict(self) -> dict[str, Any]:
         """Return the answer in plain values for JSON: all fields, with lists for arrays, and the phrases."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        values |= {"phrases": self.phrases, "images": [str(image) for image in self.images]}
+        values |= {
+            "is_unsure": self.is_unsure,
+            "phrases": self.phrases,
+            "images": [str(image) for image in self.images],
+        }
         return to_plain(values)
 
     def save(self, path: str | Path, image: int = 0) -> None:

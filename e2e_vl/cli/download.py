@@ -87,8 +87,12 @@ class PublishedFile(Settings, frozen=True):
             old, new = sorted((data / place, data / link), key=Path.exists, reverse=True)
             if old.exists() and not new.exists():
                 new.parent.mkdir(parents=True, exist_ok=True)
-                with contextlib.suppress(FileExistsError):  # made by another process in the meantime
+                try:
                     new.symlink_to(os.path.relpath(old, new.parent), target_is_directory=old.is_dir())
+                except FileExistsError:  # made by another process in the meantime
+                    pass
+                except OSError as error:  # on Windows without its developer mode, and on some file systems
+                    raise UserError(f"{new}: no link can be made here ({error.strerror}); copy {old} there.") from error
 
 
 class FileSet(Settings, frozen=True):

@@ -123,6 +123,14 @@ def run_command(call: Sequence[str], output: TextIO) -> int:
     return supervise([subprocess.Popen(call, stdout=output, start_new_session=True)])
 
 
+def send_to_group(process: subprocess.Popen, signal_number: int) -> None:
+    """Send a signal to a process and to what it started: a launcher does not always pass it on."""
+    if os.name == "nt":  # it has no groups
+        process.terminate()
+    else:
+        os.killpg(process.pid, signal_number)
+
+
 def supervise(processes: Sequence[subprocess.Popen]) -> int:
     """Wait for processes, and pass signals on to them; returns the exit status, see `start_processes`.
 
@@ -136,7 +144,7 @@ def supervise(processes: Sequence[subprocess.Popen]) -> int:
         passed_on.append(signal_number)
         for process in processes:
             if process.poll() is None:
-                os.killpg(process.pid, signal_number)  # a launcher that was started here does not always pass it on
+                send_to_group(process, signal_number)
 
     failures: dict[int, int] = {}  # rank -> exit status, in the order of time
     deadline = math.inf

@@ -37,6 +37,7 @@ from e2e_vl.examples import (
 )
 from e2e_vl.samples import DETECTED, BrokenImageError
 from e2e_vl.structures import Batch, RegionLabels, TextBatch
+from e2e_vl.terminal import STOP_SIGNALS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,7 +303,7 @@ def kill_workers() -> None:
 
 def ignore_signals(worker: int) -> None:
     """Ignore signals that launchers also send to workers: a run needs its workers until it has saved a checkpoint."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
