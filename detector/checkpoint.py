@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from detector.config import NORM_EPS, DetectorConfig, flatten, load_tree
-from detector.errors import MissingFileError, UserError, first_line
+from detector.errors import MissingFileError, UserError, first_line, reading
 from detector.io import NUMPY_IN_PICKLES, atomic_file, read_json, read_pickle, write_text
 from detector.rpn import configured_cell_anchors
 from detector.structures import Detector
@@ -173,6 +173,13 @@ def load_torch(path: Path) -> tuple[Any, list[str]]:
             return torch.load(path, map_location="cpu", weights_only=True), other_names
         except pickle.UnpicklingError as error:  # torch puts a page of advice around the cause
             raise pickle.UnpicklingError(first_line(error.__context__ or error)) from error
+
+
+def check_arrays(path: Path) -> None:
+    """Raise a UserError if NumPy arrays in a torch file have false state, for loaders that let NumPy read them."""
+    with reading(path, Exception):  # damaged files raise many types
+        if any(name.startswith("numpy.") for name in _pickled_names(path)):
+            load_torch(path)
 
 
 class _IgnoredObject:

@@ -45,16 +45,21 @@ def decode_text(content: bytes, name: str) -> str:
     In other encodings (those of Windows) only quotation marks, dashes and dots are known; letters are an error, because
     they may be of any alphabet. Error messages start with `name`.
     """
+    encoding = find_encoding(content)
     try:
-        return content.decode(find_encoding(content))
+        return content.decode(encoding)
     except UnicodeDecodeError as error:
+        if encoding != "utf-8":
+            raise UserError(
+                f"{name}: damaged {encoding.upper()} ({first_line(error)}); save the file as UTF-8."
+            ) from error
         if _WINDOWS_PUNCTUATION.fullmatch(content):
             return content.decode("cp1252")
         line = content.count(b"\n", 0, error.start) + 1
-        place = f"{name}, line {line}" if b"\n" in content.strip() else name
+        where = f"{name}, line {line}" if b"\n" in content.strip() else name
         words = content[: error.start].rpartition(b"\n")[2][-10:] + content[error.start :].partition(b"\n")[0][:10]
         raise UserError(
-            f"{place}: not UTF-8 (byte 0x{content[error.start]:02x}; in Windows-1252, the text would be "
+            f"{where}: not UTF-8 (byte 0x{content[error.start]:02x}; in Windows-1252, the text would be "
             f"{words.decode('cp1252', 'replace')!r}); save the file as UTF-8."
         ) from error
 

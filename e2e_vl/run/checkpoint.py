@@ -29,7 +29,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from detector.checkpoint import load_class_names, load_weights, read_tensors, save_settings, save_weights
+from detector.checkpoint import check_arrays, load_class_names, load_weights, read_tensors, save_settings, save_weights
 from detector.errors import MissingFileError, UserError
 from detector.io import atomic_folder, decode_yaml, read_json, write_json
 from e2e_vl.config import RunConfig, differences, load_config, parse_overrides, read_detector_config, save_config
@@ -208,6 +208,9 @@ def load_state(accelerator: Accelerator, optimizer: torch.optim.Optimizer, folde
     The optimiser keeps the options (learning rates, decay, ...) of the current settings.
     """
     options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    for path in sorted((folder / "state").iterdir()):
+        if path.suffix in (".bin", ".pkl"):
+            check_arrays(path)
     accelerator.load_state(str(folder / "state"))
     for group, current in zip(optimizer.param_groups, options, strict=True):
         group.update(current)

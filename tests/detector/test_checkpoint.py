@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from detector.checkpoint import load_checkpoint, load_weights, read_tensors, save_weights
+from detector.checkpoint import check_arrays, load_checkpoint, load_weights, read_tensors, save_weights
 from detector.config import DetectorConfig
 from detector.errors import MissingFileError, UserError
 from detector.faster_rcnn import FasterRCNN
@@ -167,6 +167,16 @@ def test_what_is_refused_is_named(tmp_path: Path, content: object, fault: str):
     torch.save(content, tmp_path / "a.pth")
     with pytest.raises(UserError, match=rf"a\.pth: .*{fault}"):
         read_tensors(tmp_path / "a.pth")
+
+
+def test_arrays_that_lie_are_found_before_others_read_them(tmp_path: Path):
+    path = tmp_path / "random_states_0.pkl"
+    for content in (np.random.default_rng(0).bit_generator.state, {"keys": np.arange(3, dtype=np.uint32)}, {"a": 1}):
+        torch.save(content, path)
+        check_arrays(path)
+    torch.save({"keys": scalar(LYING_DTYPES["record of objects"])}, path)
+    with pytest.raises(UserError, match=r"random_states_0\.pkl: .*dtype 'V8' is not allowed"):
+        check_arrays(path)
 
 
 def test_a_backbone_alone_from_a_detector_of_other_classes(tmp_path: Path, plain: FasterRCNN):

@@ -23,7 +23,7 @@ import torch
 import yaml
 
 from detector import io as atomic_writes
-from detector.errors import StoppedRunError
+from detector.errors import StoppedRunError, UserError
 from detector.io import read_json, write_json
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.io import CHECKSUMS, find_checksum_mismatch, read_log, write_checksums
@@ -35,6 +35,7 @@ from e2e_vl.run.evaluate import predict_texts
 from e2e_vl.run.launch import make_accelerator
 from e2e_vl.run.train import train
 from tests.conftest import ENCODERS, cpu_with_one_thread
+from tests.detector.test_io import LYING_DTYPES, scalar
 from tests.run.runs import ROOT, assert_same_run, logged, lose_newest
 from tests.weights.starts import replaced
 
@@ -369,5 +370,9 @@ def test_a_checkpoint_cannot_run_code(stopped, tmp_path):
     with pytest.raises(pickle.UnpicklingError):
         train(stopped, resume=True)
     assert not witness.exists()
+    torch.save({"numpy_random_seed": scalar(LYING_DTYPES["record of objects"])}, state / "random_states_0.pkl")
+    sign(state.parent)
+    with pytest.raises(UserError, match=r"random_states_0\.pkl: .*dtype 'V8' is not allowed"):
+        train(stopped, resume=True)
     pickle.loads(pickle.dumps(Payload(witness)))
     assert witness.exists(), "the payload should work where nothing stops it"
