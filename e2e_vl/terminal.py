@@ -15,7 +15,8 @@ from typing import Any, TextIO
 
 from detector.errors import StoppedRunError
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGTERM))  # Windows has no SIGHUP
+HANG_UP = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has no SIGHUP
+STOP_SIGNALS = tuple(dict.fromkeys((signal.SIGTERM, signal.SIGINT, HANG_UP)))
 READER_GONE = (errno.EPIPE, errno.EIO)  # of a pipe, and of a terminal
 LAUNCHED = "E2E_VL_LAUNCHED"  # environment variable of the processes that `--num-processes` starts
 LOST_PROCESS = 75  # exit status of a process whose group lost another one

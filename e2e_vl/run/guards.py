@@ -21,7 +21,7 @@ from e2e_vl.data.batching import ExampleDataset
 from e2e_vl.io import LOCK_FILE
 from e2e_vl.run.build import Run
 from e2e_vl.structures import Batch
-from e2e_vl.terminal import LAUNCHED, PATIENCE, STOP_SIGNALS, handling_signals, make_stopped_error
+from e2e_vl.terminal import HANG_UP, LAUNCHED, PATIENCE, STOP_SIGNALS, handling_signals, make_stopped_error
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class StopSignals:
     def received(self) -> int | None:
         """The number of the first signal, or None; SIGHUP if the launcher has died without one (`kill LAUNCHER`)."""
         if self.number is None and self._launcher is not None and os.getppid() != self._launcher:
-            self.number = STOP_SIGNALS[-1]
+            self.number = HANG_UP
         return self.number
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -74,7 +74,7 @@ output: {folder}/run
 
 def perfect_features(path: Path) -> Iterator[RegionFeatures]:
     """A row per annotated object, with a constant where it has an attribute or a shape; confidences are random."""
-    content = json.loads(path.read_text())
+    content = json.loads(path.read_text(encoding="utf-8"))
     rng = np.random.default_rng(0)
     for image in content["images"]:
         objects = [one for one in content["annotations"] if one["image_id"] == image["id"]]

@@ -36,9 +36,9 @@ def check(config: RunConfig, others: dict[str, RunConfig] | None = None, photos=
 
 
 def change_json(path: Path, change: Callable[[Any], object]) -> None:
-    content = json.loads(path.read_text())
+    content = json.loads(path.read_text(encoding="utf-8"))
     change(content)
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(content), encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", ["refcoco", "vqa", "vcr", "nlvr2", "pretraining", "lxmert_files", "detection"])

@@ -134,7 +134,7 @@ def plain(value: Any) -> Any:
 
 def write_metadata(instances: Path, folder: Path) -> None:
     """VCR's metadata per image of a COCO file: its boxes with scores 0.1, 0.2, ..., its corners as outlines."""
-    content = json.loads(instances.read_text())
+    content = json.loads(instances.read_text(encoding="utf-8"))
     for image in content["images"]:
         rows = [row for row in content["annotations"] if row["image_id"] == image["id"]]
         boxes = [[x, y, x + width, y + height] for x, y, width, height in (row["bbox"] for row in rows)]

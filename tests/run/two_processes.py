@@ -65,7 +65,7 @@ def counted_collectives(path: Path) -> Iterator[None]:
             if event.name.startswith("gloo:"):
                 found.setdefault(event.name, []).append(math.prod(event.input_shapes[0]))
         if os.environ["RANK"] == "0":
-            path.write_text(json.dumps(found))
+            path.write_text(json.dumps(found), encoding="utf-8")
         return result
 
     with mock.patch.object(Trainer, "train_step", counted):
