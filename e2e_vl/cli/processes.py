@@ -7,6 +7,7 @@ one passes signals on, waits until the processes have saved a checkpoint, prints
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import signal
@@ -128,7 +129,8 @@ def send_to_group(process: subprocess.Popen, signal_number: int) -> None:
     if os.name == "nt":  # it has no groups
         process.terminate()
     else:
-        os.killpg(process.pid, signal_number)
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.killpg(process.pid, signal_number)
 
 
 def supervise(processes: Sequence[subprocess.Popen]) -> int:

@@ -190,7 +190,7 @@ class Explorer:
         """The session after asking a text about its photo; no region is masked."""
         if session.photo is None:
             raise UserError("There is no photo yet; upload an image first.")
-        if len(text) > MAX_TEXT_LENGTH:  # the page's own limit does not bind a program
+        if len(text or "") > MAX_TEXT_LENGTH:  # the page's own limit does not bind a program
             raise UserError(f"The text has {len(text):,} characters; write at most {MAX_TEXT_LENGTH}.")
         found = self.inspect(session.photo, text)
         if self._repools:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -158,6 +160,31 @@ def test_what_a_user_can_mend_is_one_sentence(error: Exception, words: str, caps
 def test_a_stopped_run_has_the_status_of_its_signal(capsys):
     assert command(StoppedRunError("--resume continues", 130)) == 130
     assert capsys.readouterr().err == "--resume continues\n"
+
+
+def test_a_command_that_a_signal_stops_says_what_to_do(capsys, monkeypatch):
+    def killed() -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    assert print_errors(killed, advice="Repeat the command.")() == 143
+    assert print_errors(interrupted, advice="Repeat the command.")() == 130
+    said = "stopped by SIGTERM. Repeat the command.\nstopped by SIGINT. Repeat the command.\n"
+    assert capsys.readouterr().err == said
+    monkeypatch.setenv("RANK", "1")
+    assert print_errors(interrupted)() == 130 and not capsys.readouterr().err, "one process says it"
+
+
+def test_a_process_that_lost_another_one_ends_without_a_traceback(capsys, monkeypatch):
+    error = RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:33")
+    with pytest.raises(RuntimeError):
+        command(error)
+    monkeypatch.setenv("RANK", "1")
+    assert command(error) == 75
+    assert capsys.readouterr().err == "error: process 1 ends, because another one has ended.\n"
 
 
 @pytest.mark.parametrize("error", [KeyError("id"), TypeError("no number"), OSError("of a library"), AssertionError()])

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import os
 import re
@@ -23,13 +24,14 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 from tqdm.auto import tqdm
 
-from detector.errors import UserError
+from detector.errors import StoppedRunError, UserError
 from detector.io import read_json, read_yaml, write_json, write_text
 from e2e_vl.cli.main import make_parser, print_errors
 from e2e_vl.config import differences, load_config
@@ -184,6 +186,7 @@ def run_jobs(jobs: Sequence[Job], *, launch: str, parallel: int = 1, keep_going:
     with (
         concurrent.futures.ThreadPoolExecutor(parallel) as pool,
         tqdm(total=len(jobs), initial=len(jobs) - len(waiting), desc="runs", unit="run") as bar,
+        stopped_together(),
     ):
         while waiting or running:
             unfinished = {job.run for job in (*waiting, *running.values())}
@@ -208,6 +211,17 @@ def run_jobs(jobs: Sequence[Job], *, launch: str, parallel: int = 1, keep_going:
     if failures:
         also = f" ({len(failures)} runs failed.)" if len(failures) > 1 else ""
         raise UserError(f"{failures[0]}{also}")
+
+
+@contextlib.contextmanager
+def stopped_together() -> Iterator[None]:
+    """Context in which a signal to this process also stops the runs that it has started: they save a checkpoint."""
+    try:
+        yield
+    except (KeyboardInterrupt, StoppedRunError):
+        for child in psutil.Process().children():
+            child.terminate()
+        raise
 
 
 def _run(job: Job, launch: str, environment: dict[str, str]) -> None:
