@@ -239,7 +239,7 @@ def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path 
     while folders and (damage := _find_damage(folders[-1])) is not None:
         damaged.append(f"{folders.pop()} is damaged ({damage})")
     if damaged and not folders:
-        raise UserError(f"Cannot resume: {'; '.join(damaged)}; copy one there, or choose another `output`.")
+        raise UserError(f"Cannot resume: {'; '.join(damaged)}; restore a copy, or choose another `output`.")
     if not folders and (output / "metrics.json").exists():
         raise UserError(f"Cannot resume: {output} has a trained model but no checkpoint; choose another `output`.")
     if not folders:
