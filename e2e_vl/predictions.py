@@ -133,14 +133,14 @@ def write_list(path: str | Path, entries: Iterable[Any], id_names: Sequence[str]
 def require_distinct_entries(path: str | Path, ids: Iterable[Sequence[Any]]) -> None:
     """Raise UserError if two entries of a submission have the same ids, as texts of joined data sets may."""
     seen: set[tuple[Any, ...]] = set()
-    for own_ids in map(tuple, ids):
-        if own_ids in seen:
-            text_id = "/".join(map(str, own_ids))
+    for entry_ids in map(tuple, ids):
+        if entry_ids in seen:
+            text_id = "/".join(map(str, entry_ids))
             raise UserError(
                 f"{path}: two predictions have the id {text_id}; give the texts of joined data sets different ids, or "
                 "evaluate each data set alone"
             )
-        seen.add(own_ids)
+        seen.add(entry_ids)
 
 
 def read_predictions(path: Path, kind: type[Prediction]) -> list[Prediction]:

@@ -152,9 +152,9 @@ class JoinedSplit:
     """One of the splits that "+" joins, or the only one."""
 
     name: str
-    num_texts: int
-    images: Hashable  # where its images lie: the same image id in another place is another image
     files: tuple[Path, ...] = ()  # with boxes or features by image id
+    images: Hashable = None  # where its images lie: the same image id in another place is another image
+    num_texts: int = 0
 
     @property
     def source(self) -> tuple[Hashable, ...]:
@@ -171,15 +171,15 @@ def require_distinct_ids(images: Iterable[tuple[ImageKey, Hashable]], splits: Se
     files = list(itertools.chain.from_iterable(split.files for split in splits))
     if len(set(files)) == len(files):  # no file is shared
         return
-    first: dict[tuple[Path, str], tuple[int, Hashable]] = {}
-    for (part, image_id), place in images:
+    earlier: dict[tuple[Path, str], tuple[int, Hashable]] = {}
+    for (part, image_id), location in images:
         for path in splits[part].files:
-            first_part, first_place = first.setdefault((path, image_id), (part, place))
-            if first_place != place:
+            earlier_part, earlier_location = earlier.setdefault((path, image_id), (part, location))
+            if earlier_location != location:
                 raise UserError(
-                    f"{path}: image {image_id} of the split {splits[first_part].name} ({first_place}) and image "
-                    f"{image_id} of the split {splits[part].name} ({place}) are two images with one id; set a file for "
-                    "each split in data.files, with {split} in its name, or give all images different ids"
+                    f"{path}: image {image_id} of the split {splits[earlier_part].name} ({earlier_location}) and image "
+                    f"{image_id} of the split {splits[part].name} ({location}) are two images with one id; set a file "
+                    "for each split in data.files, with {split} in its name, or give all images different ids"
                 )
 
 
@@ -218,10 +218,10 @@ class RecordDataset(VLDataset):
         remedy = joined if len(splits) > 1 else "remove one of them"
         require_unique((record.id for record in records), where, remedy)
         self.texts = records if isinstance(records, SerializedList) else SerializedList(records, type(records[0]))
-        splits = splits or [JoinedSplit("", len(records), None)]
+        splits = splits or [JoinedSplit("", num_texts=len(records))]
         self._split_ends = list(itertools.accumulate(split.num_texts for split in splits))
         # without images, only the features say where images come from
-        self._photo_places = [split.files if split.images is None else split.images for split in splits]
+        self._photo_locations = [split.files if split.images is None else split.images for split in splits]
         numbers: dict[Hashable, int] = {}
         source_of = [numbers.setdefault(split.source, len(numbers)) for split in splits]
         names = ((source_of[self.part_of(text)], record.image_names) for text, record in enumerate(records))
@@ -249,7 +249,7 @@ class RecordDataset(VLDataset):
                 yield ImageKey(part, name)
 
     def photos(self) -> Iterable[tuple[Hashable, str]]:
-        return ((self._photo_places[key.part], key.id) for key in self.image_keys())
+        return ((self._photo_locations[key.part], key.id) for key in self.image_keys())
 
     def contents(self) -> Iterable[np.ndarray]:
         yield self.texts.encoded

@@ -18,6 +18,7 @@ import abc
 import base64
 import contextlib
 import functools
+import itertools
 import logging
 import tarfile
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -156,13 +157,13 @@ class CocoCaptions(CaptionSource):
                 else:
                     captions[number_of[str(row.image_id)]].append(row.caption)
             skipped.log()
-        captioned = [number for number, own in enumerate(captions) if own]
+        captioned = [number for number, image_captions in enumerate(captions) if image_captions]
         if len(captioned) < len(images):
             logger.warning("%s: %d images have no caption.", parts[0][0], len(images) - len(captioned))
         if not captioned:
             raise UserError(f"{parts[0][0]} has no caption of an image that it lists; use another captions file.")
         self._images = SerializedList((images[number] for number in captioned), _CaptionedImage)
-        self._captions = SerializedList((caption for own in captions for caption in own), str)
+        self._captions = SerializedList(itertools.chain.from_iterable(captions), str)
         self.groups = TextGroups.consecutive([len(captions[number]) for number in captioned])
 
     def caption(self, text: int) -> str:
@@ -382,17 +383,17 @@ class CaptionDataset(VLDataset):
     box_sources = BoxSource.for_evaluation()
 
     def __init__(self, files: DataFiles, options: CaptionOptions, split: str, needs: DataNeeds) -> None:
-        boxes = [self.files_by_image_id(files, needs, values) for values in _parts(options, split)]
-        self.source = _source(files, options, split, needs.boxes, boxes)
+        parts = _parts(options, split)
+        splits = [JoinedSplit(values["split"], self.files_by_image_id(files, needs, values)) for values in parts]
+        self.source = _source(files, options, split, needs.boxes, [one.files for one in splits])
         if isinstance(self.source, ShardCaptions) and needs.boxes in (BoxSource.DETECTIONS, BoxSource.PRECOMPUTED):
             self.source.require_distinct_names()
         self.groups = self.source.groups
         self.corpus = _corpus(files, options, split) if needs.training else None
         self.image_index = (0,) if options.use_images else ()
         # in VL-BERT's format, the caption files name the box files
-        self.parts = [] if options.source == "json_lines" else _parts(options, split)
+        self.parts = [] if options.source == "json_lines" else parts
         self.min_object_score = options.min_object_score
-        splits = [JoinedSplit(values["split"], 0, None, own) for values, own in zip(self.parts, boxes, strict=False)]
         image_files = ((key, self.source.image(group)) for group, key in enumerate(self.image_keys()))
         require_distinct_ids(image_files, splits)
         # of each joined split

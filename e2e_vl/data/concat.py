@@ -154,8 +154,8 @@ class JoinedDataset(VLDataset):
             if len(photos) == len(member.dataset.groups):  # one image each: some may be left out
                 first_texts = [texts[0] for texts in member.dataset.groups]
                 photos = itertools.compress(photos, np.isin(first_texts, member.texts))
-            for place, name in photos:
-                yield (type(member.dataset), place), name
+            for location, name in photos:
+                yield (type(member.dataset), location), name
 
     def contents(self) -> Iterable[np.ndarray | list[Any] | dict[str, Any] | None]:
         for member in self.members:

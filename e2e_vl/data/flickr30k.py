@@ -149,13 +149,13 @@ class Flickr30KDataset(RecordDataset):
         chains = {image_id: set(itertools.chain(*image.names)) for image_id, image in annotated.items()}
         boxed: list[Caption] = []
         splits: list[JoinedSplit] = []
-        for values, own in zip(self.parts, captions, strict=True):
+        for values, split_captions in zip(self.parts, captions, strict=True):
             num_before = len(boxed)
-            for caption in own:
+            for caption in split_captions:
                 if any(phrase.chain in chains[caption.image_id] for phrase in caption.sentence.phrases):
                     boxed.append(caption)
             boxes = self.files_by_image_id(files, needs, values)
-            splits.append(JoinedSplit(values["split"], len(boxed) - num_before, self.folder, boxes))
+            splits.append(JoinedSplit(values["split"], boxes, self.folder, len(boxed) - num_before))
         self.left_out = sum(map(len, captions)) - len(boxed)
         if self.left_out:
             logger.warning("%s: skipped %d captions without a phrase that has a box.", split, self.left_out)

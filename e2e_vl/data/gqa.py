@@ -212,7 +212,7 @@ class GQADataset(RecordDataset):
                     number += 1
                     yield question
                 boxes = self.files_by_image_id(files, needs, values)
-                splits.append(JoinedSplit(values["split"], number, self.folder, boxes))
+                splits.append(JoinedSplit(values["split"], boxes, self.folder, number))
 
         self.set_texts(SerializedList(questions(), GQAQuestion), f"the splits {split}: question", splits)
         self.instances: list[CocoInstances] = []  # of each split: COCO's objects

@@ -125,7 +125,7 @@ class LXMERTDataset(RecordDataset):
                 self.folders.append(files.path("images", **values))
                 image_names = options.file(self.folders[-1], "ID")
             boxes = self.files_by_image_id(files, needs, values)
-            splits.append(JoinedSplit(values["split"], len(own), image_names, boxes))
+            splits.append(JoinedSplit(values["split"], boxes, image_names, len(own)))
         self.set_texts(texts, f"the splits {split}: text", splits, need_labels=needs.training and self.needs_labels)
 
     @classmethod

@@ -81,7 +81,7 @@ class NLVR2Dataset(RecordDataset):
             own = read_examples(files.path("examples", split=name))
             values = {"split": name, "images": own[0].id.partition("-")[0]}
             folder = files.path("images", **values)
-            splits.append(JoinedSplit(name, len(own), folder, self.files_by_image_id(files, needs, values)))
+            splits.append(JoinedSplit(name, self.files_by_image_id(files, needs, values), folder, len(own)))
             self.folders.append(folder)
             examples += own
             self.parts.append(values)

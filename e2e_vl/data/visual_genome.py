@@ -247,7 +247,7 @@ class VisualGenomeDataset(RecordDataset):
                 yield text
 
         records = SerializedList(texts(), GenomeText)
-        splits = [JoinedSplit(split, len(records), self.folder)]
+        splits = [JoinedSplit(split, images=self.folder, num_texts=len(records))]
         self.set_texts(records, f"{path}, data.config.coco={options.coco}: text", splits)
         skipped.log()
         self.images = SerializedDict(((image.image_id, image) for image in images), GenomeImage, str(image_data))

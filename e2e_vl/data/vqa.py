@@ -154,7 +154,7 @@ class VQADataset(RecordDataset):
             values = {"split": name, "images": own[0].image_set}
             folder = files.path("images", **values)
             image_names = options.file(folder, "ID", images=values["images"])
-            splits.append(JoinedSplit(name, len(own), image_names, self.files_by_image_id(files, needs, values)))
+            splits.append(JoinedSplit(name, self.files_by_image_id(files, needs, values), image_names, len(own)))
             self.parts.append(values)
             self.folders.append(folder)
             questions += own
