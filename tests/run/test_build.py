@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 import types
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import pytest
@@ -14,12 +16,14 @@ from transformers import BertConfig, BertModel
 from e2e_vl.api.model import load
 from e2e_vl.config import ResizeSettings, RunConfig, SyntheticSettings, load_config, read_detector_config, save_config
 from e2e_vl.data import batching
+from e2e_vl.data.batching import Request
 from e2e_vl.data.config import NoOptions
 from e2e_vl.metrics.vqa import vocabulary_answer
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.parts import DATASETS, TASKS, Part
 from e2e_vl.run import build as building
 from e2e_vl.run.build import (
+    build_examples,
     build_model,
     build_run,
     build_tokenizer,
@@ -36,10 +40,22 @@ from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.text import load_tokenizer
 from e2e_vl.weights.vl_bert import OfficialVLBert
+from tests.data.helpers import plain
 from tests.run.runs import tiny
 from tests.weights.starts import OFFICIAL_DETECTOR, options, replaced, same
 
 TESTED_AT_96 = "{MIN_SIZE_TRAIN: [96, 112, 128], MAX_SIZE_TRAIN: 160, MIN_SIZE_TEST: 96, MAX_SIZE_TEST: 160}"
+
+
+def test_examples_can_be_sent_to_workers_that_are_spawned(trained_run):
+    """Python 3.14 forks no workers on Linux; macOS and Windows never did."""
+    config, model, tokenizer = load_model(trained_run.path)
+    for boxes, training in (("gt", True), ("online", False)):
+        examples = build_examples(config, model, tokenizer, "val", boxes=boxes, training=training)
+        sent = pickle.loads(ForkingPickler.dumps(examples))
+        request = Request(0, tuple(examples.groups[0]))
+        expected, example = plain(examples[request]), plain(sent[request])
+        assert repr(example) == repr(expected)
 
 
 # Sizes of images; `data.resize: null` means those of the detector's YAML file
