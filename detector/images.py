@@ -147,6 +147,25 @@ def load_resized(
     return _to_array(resize_image(original, rule.target_size(*size)), channel_order), size
 
 
+def read_size(path: str | Path, annotated_size: tuple[int, int] | None = None) -> tuple[int, int]:
+    """Return the (height, width) in which `load_image` reads an image file, without decoding its pixels.
+
+    Args:
+        annotated_size: see `load_image`.
+
+    Raises:
+        UserError: the file is no image of a supported format.
+    """
+    with reading(f"Image {path}", Exception), _open(path, str(path)) as image:  # PIL raises many types
+        stored_size = image.height, image.width
+        orientation = 1
+        if image.format != "PNG" or "exif" in image.info:  # to look for it behind the pixels, PIL decodes a PNG
+            with contextlib.suppress(Exception):  # damaged EXIF data
+                orientation = image.getexif().get(ORIENTATION_TAG, 1)
+    is_upright = orientation not in AS_STORED or annotated_size == stored_size
+    return stored_size if is_upright else stored_size[::-1]
+
+
 def resize_image(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     """Resize an image to `size` = (height, width) with PIL's antialiased bilinear filter."""
     return image.resize((size[1], size[0]), Image.Resampling.BILINEAR)

@@ -5,8 +5,10 @@
         --with configs/pretraining/vl_bert_base_e2e.yaml \\
         --visual-genome image_data.json --detector-images VG_train.txt
 
-Reads all samples of the training and evaluation splits, without opening images. Prints the first problems and counts
-images, missing image files, boxes, texts, texts longer than data.max_text_length, and texts without a known answer.
+Reads all samples of the training and evaluation splits as training does, except that images are not decoded (only
+their sizes are read, and none in archives) and that files of region features are read for a sample of the images.
+Prints the first problems, which training would stop at, and counts images, missing image files, boxes, texts, texts
+longer than data.max_text_length or than the encoder can read, and texts without a known answer.
 Reports photos of the evaluation splits that are also in the training split, in the training splits of other configs
 (--with) or among the training images of the detector (--detector-images). Photos are identified by COCO ids in file
 names and by Visual Genome ids; --visual-genome maps the latter to COCO ids.
@@ -18,13 +20,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import msgspec
+
+from detector.errors import MissingFileError
 from detector.io import write_json
 from e2e_vl.cli.main import make_parser, parse_with_settings, print_errors
 from e2e_vl.config import BoxSource, RunConfig, load_config
 from e2e_vl.data.base import VLDataset
+from e2e_vl.data.box_checks import reach_outside
 from e2e_vl.data.overlap import PhotoId, PhotoIds, count_photos, read_visual_genome
 from e2e_vl.parts import ENCODERS, TASKS
 from e2e_vl.samples import (
@@ -34,13 +43,23 @@ from e2e_vl.samples import (
     CorrectAnswer,
     HumanAnswers,
     ImageKey,
+    Sample,
     SampleImage,
     SampleText,
     ScoredAnswers,
     Sentence,
 )
 
-MARGIN = 1.0  # pixels by which a box may exceed its image: corners are often rounded
+if TYPE_CHECKING:  # these modules import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from e2e_vl.data.batching import ExampleDataset
+    from e2e_vl.data.image_loader import ImageLoader
+    from e2e_vl.examples import ImageExample
+    from e2e_vl.model import VisionLanguageModel
+
+BERT_WORDPIECES = 30522  # size of a vocabulary that cannot be read
+MAX_WHOLE_SAMPLES = 300  # of a split, whose region features are read and whose texts are encoded as in training
 
 
 @dataclasses.dataclass
@@ -52,17 +71,19 @@ class SplitReport:
     images: int = 0
     photos: int = 0  # distinct photos: in joined data sets a photo may have two image ids
     missing_images: int = 0
-    too_long: int = 0  # texts truncated to data.max_text_length
+    unreadable_images: int = 0  # image files that are damaged or of another format
+    too_long: int = 0  # texts truncated to data.max_text_length, or too long for the encoder
     boxes: int = 0  # annotated boxes
-    boxes_outside: int = 0  # boxes that exceed their image by more than `MARGIN`
+    boxes_outside: int = 0  # boxes that exceed their image by more than a pixel
     texts_without_known_answer: int = 0  # texts with no annotated answer in the answer vocabulary
     problems: list[str] = dataclasses.field(default_factory=list)
     shared: list[str] = dataclasses.field(default_factory=list)  # sentences about photos shared with other data
 
     def lines(self, examples: int) -> list[str]:
         lines = [
-            f"{self.split}: {self.images:,} images of {self.photos:,} photos, {self.missing_images:,} files missing; "
-            f"{self.boxes:,} boxes, {self.boxes_outside:,} of them reach outside their image",
+            f"{self.split}: {self.images:,} images of {self.photos:,} photos, {self.missing_images:,} files missing, "
+            f"{self.unreadable_images:,} unreadable; {self.boxes:,} boxes, {self.boxes_outside:,} of them reach "
+            "outside their image",
             f"  {self.texts:,} texts; {self.too_long:,} are too long, {self.texts_without_known_answer:,} have no "
             "answer in the vocabulary",
             *(f"SHARED: {sentence}" for sentence in self.shared),
@@ -122,11 +143,13 @@ def check_data(
     sources = {train: [BoxSource(config.data.boxes.train)]}
     for split in evaluated:
         sources[split] = list(dict.fromkeys([*sources.get(split, []), *map(BoxSource, config.eval.boxes)]))
-    read = {split: SplitReader(config, split, boxes, photo_ids, max_images) for split, boxes in sources.items()}
+    parts = RunParts.build(config)
+    read = {split: SplitReader(config, split, boxes, photo_ids, max_images, parts) for split, boxes in sources.items()}
     places = {"the detector's training images": detector_photos}
     for name, other in others.items():
         split = other.data.train_split
-        reader = SplitReader(other, split, [BoxSource(other.data.boxes.train)], photo_ids, max_images)
+        others_parts = RunParts(other, model=None, tokenizer=None)  # only its photos are compared
+        reader = SplitReader(other, split, [BoxSource(other.data.boxes.train)], photo_ids, max_images, others_parts)
         places[f"the training split {split} of {name}"] = reader.photo_ids
     for split in evaluated:
         report, photos = read[split].report, read[split].photos
@@ -141,54 +164,153 @@ def check_data(
     return [reader.report for reader in read.values()]
 
 
+@dataclasses.dataclass(frozen=True)
+class RunParts:
+    """What makes examples of samples: the model of a run, without weights, and its tokenizer."""
+
+    config: RunConfig  # with `data.resize`
+    model: VisionLanguageModel | None  # None: it cannot be built
+    tokenizer: PreTrainedTokenizerBase | None  # None: there is no vocabulary
+    problems: tuple[str, ...] = ()  # why one of them is None
+
+    @classmethod
+    def build(cls, config: RunConfig) -> RunParts:
+        from e2e_vl.run.build import build_model_without_weights, build_tokenizer, resolve_resize  # late: torch
+
+        problems: list[str] = []
+        model = tokenizer = None
+        try:
+            with tempfile.TemporaryDirectory() as folder:  # of a vocabulary that is built from the training texts
+                tokenizer = build_tokenizer(msgspec.structs.replace(config, output=folder))
+        except (ValueError, OSError) as error:
+            problems.append(str(error))
+        try:
+            config = resolve_resize(config)
+            model = build_model_without_weights(config, BERT_WORDPIECES if tokenizer is None else len(tokenizer))
+        except (ValueError, OSError) as error:
+            problems.append(str(error))
+        return cls(config, model, tokenizer, tuple(problems))
+
+
 class SplitReader:
-    """Opens a split with the sources of candidate boxes that the run uses, and reads its samples."""
+    """Opens a split with the sources of candidate boxes that the run uses, and makes examples of it as training does.
+
+    Images are not decoded; only the headers of image files are read. Region features, which are large, are read and
+    texts are encoded for `MAX_WHOLE_SAMPLES` evenly spaced images; of the other texts, the length is checked.
+
+    Args:
+        parts: of the run; None: they are built.
+    """
 
     def __init__(
-        self, config: RunConfig, split: str, boxes: Sequence[BoxSource], all_ids: PhotoIds, max_images: int | None
+        self,
+        config: RunConfig,
+        split: str,
+        boxes: Sequence[BoxSource],
+        all_ids: PhotoIds,
+        max_images: int | None,
+        parts: RunParts | None = None,
     ) -> None:
-        from e2e_vl.data.image_loader import open_boxes_of  # late: imports torch and transformers
-        from e2e_vl.run.build import load_answers, open_split
-        from e2e_vl.text import load_tokenizer
+        from e2e_vl.run.build import open_split  # late: imports torch and transformers
 
-        self.config, self.all_ids = config, all_ids
+        parts = RunParts.build(config) if parts is None else parts
+        self.config, self.model, self.tokenizer = parts.config, parts.model, parts.tokenizer
+        self.all_ids = all_ids
+        self.is_training = split == config.data.train_split
         self.report = SplitReport(split)
         self.photos: dict[ImageKey, tuple[PhotoId, ...]] = {}  # of each image
+        self.sizes: dict[ImageKey, tuple[int, int] | None] = {}  # (height, width) of each image's file; None: unknown
         self.task = TASKS[config.task.name].cls
-        vocabulary = config.data.vocabulary
+        chooses_answers = self.task.chooses_answers and self.model is not None
+        self.answers = set(self.model.task.answers) if chooses_answers else None
+        self.loaders: list[ImageLoader] = []  # one for each source of boxes
+        self.examples: ExampleDataset | None = None  # encodes texts; None: it cannot be built
+        self.text_limit: int | None = None  # wordpieces, with special tokens; None: no limit
+        self._listed: set[str] = set()  # the problems of the report
         try:
-            self.tokenizer = None if vocabulary is None else load_tokenizer(vocabulary)
-            self.answers = set(load_answers(config)) if self.task.chooses_answers else None
-            main = next((one for one in boxes if one.reads_annotations), boxes[0])
-            dataset = open_split(config, split, main, training=split == config.data.train_split)
+            main = next((source for source in boxes if source.reads_annotations), boxes[0])
+            dataset = open_split(self.config, split, main, training=self.is_training)
+            if self.model is not None:
+                self._open_boxes(dataset, boxes)
+            if self.examples is not None:
+                self._check_dataset(dataset)
             self._read(dataset, max_images)
-            for source in boxes:
-                reader = open_boxes_of(dataset, config.data, source)
-                if reader is not None:
-                    reader.require_images(dataset.image_keys(), split)
         except (ValueError, OSError) as error:
-            self.report.problems.append(f"{split}: {error}")
+            self._add_problem(f"{split}: {error}")
+        for problem in parts.problems if self.is_training else ():
+            if not any(problem in listed for listed in self.report.problems):
+                self._add_problem(problem)
         self.report.images, self.report.photos = len(self.photos), count_photos(self.photos.values())
 
     @property
     def photo_ids(self) -> set[PhotoId]:
         return set(itertools.chain.from_iterable(self.photos.values()))
 
+    def _add_problem(self, problem: str) -> None:
+        """Add a problem, once although several texts or sources of boxes may have it."""
+        if problem not in self._listed:
+            self._listed.add(problem)
+            self.report.problems.append(problem)
+
+    def _check_dataset(self, dataset: VLDataset) -> None:
+        """Check what a run checks before its first step."""
+        from e2e_vl.run.build import check_training_data
+
+        detector, settings = self.model.detector, self.config.detector
+        has_named_classes = settings.weights is not None and settings.expect in ("all", "no_attributes")
+        if has_named_classes and dataset.class_names is not None:  # the weights, which are not loaded, may name them
+            detector.class_names = tuple(dataset.class_names)
+        try:
+            if self.is_training:
+                check_training_data(self.config, self.model, self.examples)
+            elif self.task.predicts_classes:
+                dataset.check_classes(detector.num_classes, detector.class_names)
+        except (ValueError, OSError) as error:
+            self._add_problem(f"{self.report.split}: {error}")
+
+    def _open_boxes(self, dataset: VLDataset, boxes: Sequence[BoxSource]) -> None:
+        """Open the files of boxes, and prepare the encoding of texts."""
+        from e2e_vl.data.image_loader import ImageLoader
+        from e2e_vl.run.build import build_loader, join_examples
+
+        config, model, split, training = self.config, self.model, self.report.split, self.is_training
+        for source in boxes:
+            try:
+                loader = build_loader(config, model, dataset, source, training=training)
+                loader.require_images(dataset.image_keys(), split)
+            except (ValueError, OSError) as error:
+                self._add_problem(f"{split}: {error}")
+                continue
+            # instance masks take long, and no image is refused for them
+            rules = dataclasses.replace(loader.rules, mask_size=None)
+            self.loaders.append(ImageLoader(rules, source, loader.box_reader))
+        if self.tokenizer is not None:
+            loader = build_loader(config, model, None, BoxSource.ONLINE)
+            self.examples = join_examples(config, model, self.tokenizer, dataset, loader, split, training=training)
+            limits = [config.data.max_text_length, self.examples.max_text_length]
+            self.text_limit = min((limit for limit in limits if limit is not None), default=None)
+
     def _read(self, dataset: VLDataset, max_images: int | None) -> None:
         self.report.texts = len(dataset)
         number = len(dataset.groups)
         steps = number if max_images is None else min(max_images, number)
+        stride = math.ceil(steps / MAX_WHOLE_SAMPLES)
         for step in range(steps):
+            texts = dataset.groups[step * number // steps]
             try:
-                sample = dataset.sample(dataset.groups[step * number // steps])
+                sample = dataset.sample(texts) if len(texts) else Sample((), ())
             except (ValueError, OSError) as error:
-                self.report.problems.append(str(error))
+                self._add_problem(str(error))
                 continue
             for image in sample.images:
                 if image.key not in self.photos:
                     self._read_image(image, dataset)
+            is_whole = step % stride == 0
+            images = self._load(sample, with_features=is_whole)
             for text in sample.texts:
-                self._read_text(text, sample.images[0].objects)
+                is_refused = self._read_text(text, sample.images[0].objects)
+                if is_whole or is_refused:
+                    self._encode(dataclasses.replace(sample, texts=(text,)), images)
 
     def _read_image(self, image: SampleImage, dataset: VLDataset) -> None:
         report, data, file = self.report, self.config.data, image.file if isinstance(image.file, Path) else None
@@ -197,19 +319,72 @@ class SplitReader:
         else:
             aliases = image.photo_aliases
             self.photos[image.key] = self.all_ids.of_image(image.id, file, dataset.id_space, aliases)
-        if file is not None and self.config.detector.backend != "precomputed" and not file.is_file():
-            report.missing_images += 1
-            if not (data.skip_broken and report.split == data.train_split):
-                report.problems.append(f"{file}: the file of image {image.id} is missing")
+        if file is not None and self.config.detector.backend != "precomputed":
+            self.sizes[image.key] = self._file_size(image, file)
         if image.objects is not None:
             boxes = image.objects.boxes
             report.boxes += len(boxes)
             if image.size is not None:
-                limits = [image.size[1] + MARGIN, image.size[0] + MARGIN]
-                report.boxes_outside += int(((boxes[:, :2] < -MARGIN) | (boxes[:, 2:] > limits)).any(axis=1).sum())
+                report.boxes_outside += int(reach_outside(boxes, image.size[::-1]).sum())
 
-    def _read_text(self, text: SampleText, objects: AnnotatedObjects | None) -> None:
-        report, truth, limit = self.report, text.truth, self.config.data.max_text_length
+    def _file_size(self, image: SampleImage, file: Path) -> tuple[int, int] | None:
+        """(height, width) of an image file; None if it cannot be read, which is a problem unless training skips it."""
+        from detector.images import read_size
+
+        try:
+            return read_size(file, image.size)
+        except MissingFileError:
+            self.report.missing_images += 1
+            problem = f"{file}: the file of image {image.id} is missing"
+        except (ValueError, OSError) as error:
+            self.report.unreadable_images += 1
+            problem = str(error)
+        if not (self.config.data.skip_broken and self.is_training):
+            self._add_problem(problem)
+        return None
+
+    def _load(self, sample: Sample, *, with_features: bool) -> list[ImageExample]:
+        """Load the images of a sample with the boxes of each source, but without pixels; returns those of one source.
+
+        If no source gives boxes, the images are returned without any.
+        """
+        from e2e_vl.data.image_loader import StoredBoxes
+
+        loaded: list[ImageExample] = []
+        for loader in self.loaders:
+            reader = loader.box_reader
+            reads_features = reader is not None and isinstance(reader.of_part(sample.images[0].part), StoredBoxes)
+            if reads_features and not with_features:
+                continue
+            try:
+                images = [loader.load_without_pixels(image, self.sizes.get(image.key)) for image in sample.images]
+            except (ValueError, OSError) as error:
+                self._add_problem(str(error))
+            else:
+                loaded = loaded or images
+        if loaded or self.examples is None:
+            return loaded
+        bare = [dataclasses.replace(image, boxes=None, boxes_to_mask=None) for image in sample.images]
+        return [self.examples.loader.load_without_pixels(image, self.sizes.get(image.key)) for image in bare]
+
+    def _read_text(self, text: SampleText, objects: AnnotatedObjects | None) -> bool:
+        """Count the properties of a text; returns whether it is longer than the encoder can read."""
+        report, truth = self.report, text.truth
+        has_words = isinstance(text, ChoiceText) or text.words.strip()
+        if not has_words and not isinstance(truth, Categories):  # detection has no texts
+            self._add_problem(f"text {text.index} of {report.split} is empty ({text.metadata})")
+        if self.answers is not None and truth is not None:
+            answers = [truth.answer] if isinstance(truth, CorrectAnswer) else []
+            answers = truth.answers if isinstance(truth, HumanAnswers) else answers
+            answers = truth.scores if isinstance(truth, ScoredAnswers) else answers
+            report.texts_without_known_answer += self.answers.isdisjoint(map(self.task.canonical_answer, answers))
+        lengths = [] if self.text_limit is None else self._text_lengths(text, objects)
+        too_long = [length for length in lengths if length > self.text_limit]
+        report.too_long += len(too_long)
+        return bool(too_long) and self.text_limit == self.examples.max_text_length
+
+    def _text_lengths(self, text: SampleText, objects: AnnotatedObjects | None) -> list[int]:
+        """Wordpieces of a text, or of its query with each choice; not more than bytes, where those are few enough."""
         layout = ENCODERS[self.config.encoder.name].cls.layout
         if isinstance(text, ChoiceText):
             template = layout.pair
@@ -217,16 +392,30 @@ class SplitReader:
         else:
             template = layout.question if self.task.chooses_answers else layout.single
             texts = [text.words]
-            if not text.words.strip() and not isinstance(truth, Categories):  # detection has no texts
-                report.problems.append(f"text {text.index} of {report.split} is empty ({text.metadata})")
-        for words in texts if limit is not None else ():
-            pieces = words.split() if self.tokenizer is None else self.tokenizer.tokenize(words)
-            report.too_long += len(pieces) + template.num_special > limit
-        if self.answers is not None and truth is not None:
-            answers = [truth.answer] if isinstance(truth, CorrectAnswer) else []
-            answers = truth.answers if isinstance(truth, HumanAnswers) else answers
-            answers = truth.scores if isinstance(truth, ScoredAnswers) else answers
-            report.texts_without_known_answer += self.answers.isdisjoint(map(self.task.canonical_answer, answers))
+        lengths = []
+        for words in texts:
+            length = len(words.encode())  # a wordpiece has at least one byte
+            if length + template.num_special > self.text_limit:
+                length = len(self.tokenizer.backend_tokenizer.encode(words, add_special_tokens=False).ids)
+            lengths.append(length + template.num_special)
+        return lengths
+
+    def _encode(self, sample: Sample, images: list[ImageExample]) -> None:
+        """Encode one text as training does, and check the region features of its images, if there are any."""
+        from e2e_vl.data.batching import collate
+        from e2e_vl.examples import Example
+
+        if self.examples is None:
+            return
+        try:
+            texts = self.examples.preprocess(sample, images)
+            for text in texts:
+                self.examples.check_length(text)
+            if any(image.features is not None for image in images):
+                batch = collate([Example(images, texts)])
+                self.model.detector(batch.images, batch.boxes, whole_image=self.model.encoder.uses_whole_image)
+        except (ValueError, OSError) as error:
+            self._add_problem(str(error))
 
 
 def _words_of(sentences: Sequence[Sentence], objects: AnnotatedObjects | None) -> str:

@@ -35,7 +35,7 @@ from e2e_vl.examples import (
     Targets,
     TextExample,
 )
-from e2e_vl.samples import DETECTED, BrokenImageError
+from e2e_vl.samples import DETECTED, BrokenImageError, Sample
 from e2e_vl.structures import Batch, RegionLabels, TextBatch
 from e2e_vl.terminal import STOP_SIGNALS
 
@@ -478,6 +478,8 @@ class ExampleDataset(Dataset):
     seed: int = 0  # all random choices depend only on (seed, epoch, text)
     # replace an image that is missing or cannot be read by the next one, or by a "blank" one of its size, and log it
     skip_broken: bool | Literal["blank"] = False
+    split: str = ""  # for error messages
+    max_text_length: int | None = None  # wordpieces that the encoder can encode; None: no limit
 
     def __post_init__(self) -> None:
         self.groups = self.dataset.groups  # the text indices of each image
@@ -539,4 +541,25 @@ class ExampleDataset(Dataset):
         augmentation = self.loader.draw_augmentation(make_generator(request.texts[0]))
         sample = self.dataset.sample(request.texts if texts is None else texts)
         images = [self.loader.load(image, augmentation, blank_if_broken=blank_if_broken) for image in sample.images]
-        return Example(images, list(self.preprocessor(sample, images, make_generator)))
+        texts = self.preprocess(sample, images, request.epoch)
+        for text in texts:
+            self.check_length(text)
+        return Example(images, texts)
+
+    def preprocess(self, sample: Sample, images: Sequence[ImageExample], epoch: int = 0) -> list[TextExample]:
+        """Encode the texts of a sample in the way of an epoch; `images` are its loaded images."""
+        make_generator: GeneratorFactory = functools.partial(random_generator, self.seed, epoch)
+        return list(self.preprocessor(sample, images, make_generator))
+
+    def check_length(self, text: TextExample) -> None:
+        """Raise a UserError that names the text if it is longer than `max_text_length`."""
+        length = len(text.encoding.input_ids)
+        if self.max_text_length is None or length <= self.max_text_length:
+            return
+        ids = [f"{name} {value}" for name, value in text.record.items() if name.endswith("id")]
+        number = f"text {text.record.get('text_index', 'of the corpus')}"
+        raise UserError(
+            f"{', '.join([number, *ids])} of the split {self.split} has {length} wordpieces, but the encoder reads at "
+            f"most {self.max_text_length}; shorten it, or set data.max_text_length={self.max_text_length} to truncate "
+            "such texts."
+        )

@@ -305,6 +305,7 @@ class ShardCaptions(CaptionSource):
     def _find_records(self) -> np.ndarray:
         """int64 [n, 4]: shard, offsets of the image's and the caption's header in the shard, and hash of the name."""
         rows: list[tuple[int, int, int, int]] = []
+        member_names: list[str] = []  # of the first members, for an error message
         left_out = 0
         for number, shard in enumerate(tqdm(self.shards, desc="indexing shards", unit=" shards", delay=1)):
             records: dict[str, dict[str, int]] = {}
@@ -313,6 +314,8 @@ class ShardCaptions(CaptionSource):
                     folder, _, name = member.name.rpartition("/")
                     if not member.isfile() or not is_listed(name):
                         continue
+                    if len(member_names) < 3:
+                        member_names.append(member.name)
                     key, _, suffix = name.partition(".")
                     record = records.setdefault(f"{folder}/{key}", {})
                     kind = SHARD_SUFFIXES.get(suffix.lower())
@@ -333,6 +336,12 @@ class ShardCaptions(CaptionSource):
                     rows.append((number, record["image"], record["caption"], hash_name(name)))
                 else:
                     left_out += 1
+        if not rows:
+            raise UserError(
+                f"{self.shards[0].parent}: no record of the shards has an image and a caption; they are members "
+                "KEY.jpg (or jpeg, png, webp) and KEY.txt with the same KEY, without further dots, and the shards have "
+                f"{', '.join(member_names) or 'no members'}"
+            )
         if left_out:
             logger.warning("%s: skipped %d records without an image or a caption.", self.shards[0].parent, left_out)
         return np.array(rows, dtype=np.int64)

@@ -259,6 +259,8 @@ class CocoDetectionDataset(VLDataset):
         keep_all = files.settings.keep_empty_images or not needs.training
         images = enumerate(self.instances.images)
         self.groups = [[row] for row, image in images if keep_all or not all(one.is_crowd for one in image.objects)]
+        if not self.groups:
+            raise UserError(f"{self.instances.path}: no image for the split {split}, or none with objects to train on.")
         self.parts = [{}]
         self.class_names = self.instances.class_names
         words = [category_id for category_id in self.instances.category_ids if isinstance(category_id, str)]

@@ -357,6 +357,9 @@ class Augmentation:
     resize: ResizeRule
 
 
+_UNKNOWN_SIZE = (10**6, 10**6)  # of an image that is not opened; larger than any, so that no box lies outside
+
+
 class ImageLoader:
     """Reads images and their candidate boxes.
 
@@ -391,15 +394,40 @@ class ImageLoader:
             UserError: its size differs from its annotations, a box lies outside it, or required boxes or objects are
                 missing.
         """
-        found = image.boxes
-        if found is None and self.box_reader is not None:
-            found = self.box_reader.of_part(image.part).read(image.id)
-        self._check_annotations(image, found)
-        if found is not None and found.features is not None:
-            example = self._precomputed(image, found, augmentation)
+        candidates = self._candidates(image)
+        if candidates is not None and candidates.features is not None:
+            example = self._precomputed(image, candidates, augmentation)
         else:
-            example = self._read(image, found, augmentation, blank_if_broken=blank_if_broken)
+            example = self._read(image, candidates, augmentation, blank_if_broken=blank_if_broken)
         return example.without_boxes() if self.rules.is_blank and self.rules.blank_boxes else example
+
+    def load_without_pixels(self, image: SampleImage, size: tuple[int, int] | None) -> ImageExample:
+        """Return what `load` returns, with the same checks, but do not open the image: its pixels are all 0.
+
+        Args:
+            size: (height, width) of the image in its file; None: that of its annotations. Where neither is known, no
+                box lies outside.
+        """
+        candidates = self._candidates(image)
+        augmentation = Augmentation(False, self.rules.resize[0])
+        if candidates is not None and candidates.features is not None:
+            return self._precomputed(image, candidates, augmentation)
+        name = str(image.file) if isinstance(image.file, Path | ImageBytes) else f"image {image.id}"
+        annotated_size = self._annotated_size(image, candidates)
+        if size is None:
+            size = annotated_size or _UNKNOWN_SIZE
+        self._check_size(image, name, size, annotated_size)
+        image_transform = ImageTransform(tuple(size), augmentation.resize.target_size(*size))
+        pixels = np.broadcast_to(np.uint8(0), (*image_transform.size, 3))  # has a shape but takes no memory
+        return self._add_annotations(ImageExample(pixels, image_transform, name), image, candidates)
+
+    def _candidates(self, image: SampleImage) -> CandidateBoxes | None:
+        """The candidate boxes of the sample or of a file, checked against the annotations; None if there are none."""
+        candidates = image.boxes
+        if candidates is None and self.box_reader is not None:
+            candidates = self.box_reader.of_part(image.part).read(image.id)
+        self._check_annotations(image, candidates)
+        return candidates
 
     def _read(
         self,
@@ -410,7 +438,7 @@ class ImageLoader:
         blank_if_broken: bool = False,
     ) -> ImageExample:
         rules = self.rules
-        annotated_size = image.size if found is None or found.image_size is None else found.image_size
+        annotated_size = self._annotated_size(image, found)
         is_blank, name = rules.is_blank, image.id
         try:
             file = image.locate()
@@ -422,25 +450,43 @@ class ImageLoader:
                 raise BrokenImageError from error
             size, is_blank = tuple(annotated_size), True
             pixels = np.zeros((*augmentation.resize.target_size(*size), 3), dtype=np.uint8)
-        if annotated_size is not None and size != tuple(annotated_size):
-            is_turned = size == tuple(annotated_size)[::-1]
-            hint = ", which was turned since, or has lost its EXIF rotation" if is_turned else ""
-            raise UserError(
-                f"{name}: image {image.id} is {size[1]} x {size[0]} pixels, but "
-                f"{annotated_size[1]} x {annotated_size[0]} in its annotation file{hint}; use the annotated images"
-            )
+        self._check_size(image, name, size, annotated_size)
         if augmentation.flip:
             pixels = np.ascontiguousarray(pixels[:, ::-1])
         image_transform = ImageTransform(size, pixels.shape[:2], augmentation.flip)
         if is_blank:
             pixels = np.broadcast_to(np.array(MEAN_COLOUR[rules.channel_order], dtype=np.uint8), pixels.shape)
-        example = ImageExample(pixels, image_transform, name)
-        self._add_candidates(example, image, found)
+        return self._add_annotations(ImageExample(pixels, image_transform, name), image, found)
+
+    def _add_annotations(
+        self, example: ImageExample, image: SampleImage, candidates: CandidateBoxes | None
+    ) -> ImageExample:
+        """Add candidate boxes, boxes to mask and annotated objects, as far as they are needed; returns the example."""
+        image_transform = example.image_transform
+        self._add_candidates(example, image, candidates)
         if image.boxes_to_mask is not None:
             example.boxes_to_mask = image_transform.transform_and_clamp_boxes(image.boxes_to_mask, "boxes to mask")
-        if rules.with_objects:
+        if self.rules.with_objects:
             example.objects = self._objects(image.objects, image_transform)
         return example
+
+    def _annotated_size(self, image: SampleImage, candidates: CandidateBoxes | None) -> tuple[int, int] | None:
+        """(height, width) of the image according to its box file or its annotations; None if neither says it."""
+        if candidates is not None and candidates.image_size is not None:
+            return candidates.image_size
+        return image.size
+
+    def _check_size(
+        self, image: SampleImage, name: str, size: tuple[int, int], annotated_size: tuple[int, int] | None
+    ) -> None:
+        """Raise a UserError if the size of the image's file differs from the annotated one."""
+        if annotated_size is not None and tuple(size) != tuple(annotated_size):
+            is_turned = tuple(size) == tuple(annotated_size)[::-1]
+            hint = ", which was turned since, or has lost its EXIF rotation" if is_turned else ""
+            raise UserError(
+                f"{name}: image {image.id} is {size[1]} x {size[0]} pixels, but "
+                f"{annotated_size[1]} x {annotated_size[0]} in its annotation file{hint}; use the annotated images"
+            )
 
     def _check_annotations(self, image: SampleImage, found: CandidateBoxes | None) -> None:
         """Check that required boxes and objects exist, and that box file and annotations have the same image size."""

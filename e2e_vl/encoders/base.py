@@ -109,6 +109,11 @@ class Encoder(PreTrainedModel):
         if (remedy := self.lacks(ability)) is not None:
             raise UserError(f"{who} needs an encoder with {ability.value}; {remedy}.")
 
+    @property
+    def max_text_length(self) -> int | None:
+        """Number of wordpieces, special tokens included, of the longest text that it can encode; None: no limit."""
+        return None
+
     def recompute_activations(self) -> None:
         """Turn on activation checkpointing, if the encoder supports it."""
         if self.supports_gradient_checkpointing:

@@ -378,6 +378,10 @@ class LxmertEncoder(Encoder):
         return self.config.hidden_size * self.config.max_images
 
     @property
+    def max_text_length(self) -> int:
+        return self.config.max_position_embeddings
+
+    @property
     def num_joint_layers(self) -> int:
         return self.config.x_layers
 

@@ -185,6 +185,10 @@ class VisualBertEncoder(Encoder):
         return {Ability.IMAGE_PAIRS: (len(set(self.config.region_types[:2])) == 2, "region_types to [0, 1]")}
 
     @property
+    def max_text_length(self) -> int:
+        return self.config.max_position_embeddings
+
+    @property
     def num_joint_layers(self) -> int:
         """With late fusion, only the additional layer counts."""
         return 1 if self.config.bypass_transformer else self.config.num_hidden_layers

@@ -323,6 +323,11 @@ class VLBertModel(Encoder):
         self.post_init()
 
     @property
+    def max_text_length(self) -> int:
+        """The positions that the regions of each image and [END] leave."""
+        return self.config.max_position_embeddings - self.config.max_images - 1
+
+    @property
     def whole_image_is_region(self) -> bool:
         return self.uses_whole_image and self.config.whole_image_in_sequence
 

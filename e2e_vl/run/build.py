@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from detector import checkpoint as detector_checkpoint
@@ -63,6 +64,11 @@ def resolve_config(config: RunConfig) -> RunConfig:
             "data.boxes.train is online, but the detector is initialised at random and detector.loss_weight is 0, so "
             "its boxes would never become useful; set detector.loss_weight or detector.weights."
         )
+    return resolve_resize(config)
+
+
+def resolve_resize(config: RunConfig) -> RunConfig:
+    """The settings with `data.resize` filled in from the detector's YAML file where it is null."""
     if config.data.resize is not None:
         return config
     sizes = read_detector_config(config.detector).input
@@ -191,6 +197,25 @@ def build_model(
     )
 
 
+def build_model_without_weights(config: RunConfig, vocab_size: int) -> VisionLanguageModel:
+    """The model of a run with tensors that have shapes but no values (torch's device "meta"), in almost no time.
+
+    It encodes texts and checks data like the model that is trained, but cannot be run.
+    """
+    replace = msgspec.structs.replace
+    # the detectron2 package would move the tensors to a real device
+    backend = "builtin" if config.detector.backend == "detectron2" else config.detector.backend
+    bare = replace(
+        config,
+        detector=replace(config.detector, weights=None, backend=backend),
+        encoder=replace(config.encoder, weights=None, fallback_weights=None),
+        task=replace(config.task, weights=None, fallback_weights=None),
+        phrases=replace(config.phrases, weights=None),
+    )
+    with torch.device("meta"):
+        return build_model(bare, vocab_size=vocab_size)
+
+
 def build_detector(config: RunConfig, on_start: Callable[[Start], None] = log_start) -> Detector:
     """The detector with random weights or those of `detector.weights`."""
     settings = config.detector
@@ -301,11 +326,40 @@ def build_examples(
     dataset = open_split(config, split, boxes, training=training)
     if model.task.predicts_classes and not training:
         dataset.check_classes(model.detector.num_classes, model.detector.class_names)
-    preprocessor = model.task.preprocessor(build_text_tokenizer(config, model, tokenizer, training=training))
     loader = build_loader(config, model, dataset, boxes, training=training)
     loader.require_images(dataset.image_keys(), split)
+    return join_examples(config, model, tokenizer, dataset, loader, split, training=training)
+
+
+def join_examples(
+    config: RunConfig,
+    model: VisionLanguageModel,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: VLDataset,
+    loader: ImageLoader,
+    split: str,
+    *,
+    training: bool,
+) -> ExampleDataset:
+    """The examples of an open split, with the task's preprocessor."""
+    preprocessor = model.task.preprocessor(build_text_tokenizer(config, model, tokenizer, training=training))
     skip_broken = config.data.skip_broken and training
-    return ExampleDataset(dataset, loader, preprocessor, seed=config.seed, skip_broken=skip_broken)
+    return ExampleDataset(
+        dataset,
+        loader,
+        preprocessor,
+        seed=config.seed,
+        skip_broken=skip_broken,
+        split=split,
+        max_text_length=max_text_length(model),
+    )
+
+
+def max_text_length(model: VisionLanguageModel) -> int | None:
+    """Wordpieces of the longest text that a model can read; None: no limit, or it truncates texts by itself."""
+    masking = model.task.region_masking
+    truncates = masking is not None and masking.max_length is not None
+    return None if truncates else model.encoder.max_text_length
 
 
 def open_split(config: RunConfig, split: str, boxes: BoxSource, *, training: bool) -> VLDataset:
@@ -330,7 +384,13 @@ def open_split(config: RunConfig, split: str, boxes: BoxSource, *, training: boo
         wanted = "the targets of the detection losses" if needs.objects else f"boxes '{boxes}'"
         keys = " or ".join(f"data.files.{key}" for key in sources)
         raise UserError(f"{wanted} come from annotated objects; set {keys} to an instances file.")
-    return kind(files, options, split, needs)
+    dataset = kind(files, options, split, needs)
+    if not any(map(len, dataset.groups)):
+        raise UserError(
+            f"{config.data.name}: no usable record in the split {split} of {config.data.root}; check data.files "
+            "and the name of the split."
+        )
+    return dataset
 
 
 def build_text_tokenizer(
@@ -415,20 +475,29 @@ def build_run(config: RunConfig, *, writes: bool = True) -> Run:
         write_json(Path(config.output) / ANSWERS_FILE, model.task.answers)
     boxes = config.data.boxes.train
     examples = build_examples(config, model, tokenizer, config.data.train_split, boxes=boxes, training=True)
+    check_training_data(config, model, examples)
+    return Run(model, tokenizer, examples, partial(collate, canvas=config.data.canvas), starts)
+
+
+def check_training_data(config: RunConfig, model: VisionLanguageModel, examples: ExampleDataset) -> None:
+    """Raise a UserError if the training data lack what detector, task or phrase head learn from.
+
+    Gives the names of its classes to a detector without names.
+    """
+    dataset = examples.dataset
     if config.detector.loss_weight > 0:
-        examples.dataset.check_classes(model.detector.num_classes, model.detector.class_names)
-        if model.detector.class_names is None and examples.dataset.class_names is not None:
-            model.detector.class_names = tuple(examples.dataset.class_names)
-    model.task.check_data(examples.dataset, model.detector)
+        dataset.check_classes(model.detector.num_classes, model.detector.class_names)
+        if model.detector.class_names is None and dataset.class_names is not None:
+            model.detector.class_names = tuple(dataset.class_names)
+    model.task.check_data(dataset, model.detector)
     if model.phrase_head is not None:
         takes_others = bool(examples.preprocessor.learns_from)
-        if not examples.dataset.has_phrases or (examples.dataset.mixes_phrases and not takes_others):
+        if not dataset.has_phrases or (dataset.mixes_phrases and not takes_others):
             remedy = "join data that have some (data.name=joined, see docs/training.md), or " if takes_others else ""
             raise UserError(
                 f"phrases.weight is {config.phrases.weight}, but the texts of {config.data.name} have no phrases that "
                 f"the task {config.task.name} can learn from; {remedy}set it to 0."
             )
-    return Run(model, tokenizer, examples, partial(collate, canvas=config.data.canvas), starts)
 
 
 def build_eval_data(config: RunConfig, run: Run) -> None:

@@ -8,12 +8,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
+from PIL import Image
 
+from detector.errors import UserError
 from e2e_vl.cli import check_data as tool
 from e2e_vl.cli.check_data import SplitReport, check_data
 from e2e_vl.config import RunConfig, load_config
+from e2e_vl.data.batching import Request
+from e2e_vl.data.features import RegionFeatures, save_npz
 from e2e_vl.data.overlap import PhotoId, PhotoIds
+from e2e_vl.run.build import build_run, resolve_config
 from tests.conftest import ROOT
 from tests.run.runs import TINY_DETECTOR
 from tests.weights.starts import replaced
@@ -43,7 +50,8 @@ def change_json(path: Path, change: Callable[[Any], object]) -> None:
 
 @pytest.mark.parametrize("name", ["refcoco", "vqa", "vcr", "nlvr2", "pretraining", "lxmert_files", "detection"])
 def test_intact_data_have_sizes_and_no_problem(name, tiny_data):
-    words = ("task.config.objectives.image_qa.answers=unused.json",) if name == "lxmert_files" else ()
+    answers = "task.config.objectives.image_qa.answers=[red, blue]"
+    words = (answers, "data.max_text_length=40") if name == "lxmert_files" else ()
     train, val = check(settings(name, tiny_data, *words))
     assert train.problems == val.problems == train.shared == val.shared == []
     numbers = {"nlvr2": (48, 24), "vcr": (3, 2)}  # two images for each scene's pairs; scenes without a question
@@ -78,6 +86,89 @@ def test_boxes_that_leave_their_image_and_long_texts_are_counted(data):
     train, val = check(settings("refcoco", data, "data.max_text_length=4"))
     assert train.problems == val.problems == [] and train.boxes_outside + val.boxes_outside == 1
     assert 0 < train.too_long < train.texts
+
+
+def first_photo(root: Path) -> Path:
+    return min((root / "images" / "train2014").iterdir())
+
+
+def cut_photo(root: Path) -> None:
+    path = first_photo(root)
+    path.write_bytes(path.read_bytes()[:20])
+
+
+def widen_photo(root: Path) -> None:
+    with Image.open(first_photo(root)) as image:
+        image.resize((image.width + 1, image.height)).save(first_photo(root))
+
+
+def move_detections(root: Path) -> None:
+    path = root / "detections" / "refcoco+_unc" / "res101_coco_minus_refer_notime_dets.json"
+    change_json(path, lambda rows: [row.update(box=[9000, 9000, 9, 9]) for row in rows])
+
+
+def move_named_objects(root: Path) -> None:
+    for path in (root / "vcr" / "vcr1images").rglob("*.json"):
+        change_json(path, lambda content: content.update(boxes=[[900, 900, 990, 990, 1]] * len(content["boxes"])))
+
+
+def lengthen_question(root: Path) -> None:
+    path = root / "vqa" / "v2_OpenEnded_mscoco_train_questions.json"
+    change_json(path, lambda content: content["questions"][5].update(question="what " * 600))
+
+
+def remove_images(root: Path) -> None:
+    path = root / "detection" / "instances_train.json"
+    change_json(path, lambda content: content.update(images=[], annotations=[]))
+
+
+def training_error(config: RunConfig) -> str:
+    """What the first epoch of a run stops at."""
+    with pytest.raises(UserError) as caught:
+        examples = build_run(resolve_config(config)).train_data
+        for number, texts in enumerate(examples.groups):
+            examples[Request(number, tuple(texts))]
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words", "part"),
+    [
+        ("refcoco", cut_photo, (), "damaged or in another format"),
+        ("refcoco", widen_photo, (), "in its annotation file"),
+        ("refcoco", move_detections, ("data.boxes.train=detections",), "lies outside"),
+        ("refcoco", None, ("detector.overrides.MODEL.ROI_HEADS.NUM_CLASSES=1",), "NUM_CLASSES"),
+        ("vcr", move_named_objects, (), "lies outside"),
+        ("vqa", lengthen_question, (), "has 604 wordpieces, but the encoder reads at most"),
+        ("vqa", None, ("task.config.answers=[nobody]",), "Not one of the"),
+        ("detection", remove_images, (), "no image for the split train"),
+    ],
+)
+def test_what_training_stops_at_is_a_problem(data, tmp_path, name, change, words, part):
+    if change is not None:
+        change(data)
+    config = replaced(settings(name, data, *words), data={"synthetic": {"scenes": {}}})
+    error = training_error(msgspec.structs.replace(config, output=str(tmp_path / "run")))
+    assert part in error
+    train, _ = check(config)
+    assert any(problem in error or problem.removeprefix("train: ") in error for problem in train.problems)
+
+
+def test_a_long_text_is_no_problem_where_it_is_truncated(data):
+    lengthen_question(data)
+    train, _ = check(settings("vqa", data, "data.max_text_length=64"))
+    assert train.too_long == 1 and train.problems == []
+
+
+def test_region_features_of_another_width_are_a_problem(data):
+    images = json.loads((data / "refcoco+" / "instances.json").read_text())["images"]
+    for image in images:
+        size, boxes = (image["height"], image["width"]), np.array([[0, 0, 20, 20]], np.float32)
+        regions = RegionFeatures(str(image["id"]), size, boxes, np.ones((1, 3)), image_feature=np.ones(3))
+        save_npz(data / "features" / f"{image['id']}.npz", regions)
+    words = ("detector.backend=precomputed", "detector.loss_weight=0", "data.boxes.train=precomputed")
+    train, val = check(settings("refcoco", data, *words, "eval.boxes=[precomputed]", "data.files.features=features"))
+    assert len(train.problems) == 12 and len(val.problems) == 6 and "but width 64 in" in val.problems[0]
 
 
 def test_photos_of_other_data_sets_and_of_the_detector_are_found(tiny_data):
