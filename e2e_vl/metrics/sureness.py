@@ -14,10 +14,11 @@ import numpy as np
 SURE = 0.95  # share of answers of a certainty that must be right
 RIGHT = 0.5  # correctness from which an answer counts as right; VQA's is a share
 MIN_ANSWERS = 50  # fewer answers justify no threshold
+MIN_SURE = 20  # fewer right answers show no share of 0.95
 
 
 def sure_threshold(certainties: Sequence[float], correctness: Sequence[float]) -> float | None:
-    """Return the lowest certainty of a sure answer; None: at no certainty are enough answers right.
+    """Return the lowest certainty of a sure answer; None: at no certainty are enough answers right, at least 20.
 
     Args:
         certainties: [n], 0 to 1, of at least one answer.
@@ -27,6 +28,7 @@ def sure_threshold(certainties: Sequence[float], correctness: Sequence[float]) -
     falling = np.asarray(certainties, dtype=np.float64)[order]
     is_right = np.asarray(correctness, dtype=np.float64)[order] >= RIGHT
     gains = np.cumsum(is_right - SURE)
-    is_last = np.append(falling[:-1] != falling[1:], True)  # equal certainties are on one side
-    best = int(np.where(is_last, gains, -np.inf).argmax())
+    may_be_last = np.append(falling[:-1] != falling[1:], True)  # equal certainties are on one side
+    may_be_last[: MIN_SURE - 1] = False
+    best = int(np.where(may_be_last, gains, -np.inf).argmax())
     return float(falling[best]) if gains[best] > 0 else None
