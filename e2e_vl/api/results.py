@@ -117,7 +117,7 @@ class Answer:
         return draw_on(self.images[image], self.boxes[rows], labels)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the answer in plain values for JSON: all fields, with lists for arrays, and the phrases."""
+        """Return the answer in plain values for JSON: all fields (arrays as lists), `is_unsure` and the phrases."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values |= {
             "is_unsure": self.is_unsure,

@@ -181,12 +181,14 @@ def write_phrase(folder: Path, model: TrainedModel, image: ImageFile, text: str)
     [answer] = model.answer_questions([Question(image, text)])
     shown = {"image": str(image), "text": text, "box": answer.box, "score": answer.score}
     shown |= {"boxes": answer.prediction.candidate_boxes, "scores": answer.prediction.candidate_scores}
+    shown["is_unsure"] = answer.is_unsure
     write_json(folder / "phrase.json", {key: np.asarray(value).tolist() for key, value in shown.items()})
     write_png(folder / "phrase.png", answer.draw())
     for warning in answer.warnings:
         print(f"warning: {warning}")
-    where = "fits no region" if answer.box is None else f"is at {answer.text} (score {answer.score:.2f})"
-    print(f'"{text}" {where}: {folder / "phrase.png"}')
+    where = "fits no region" if answer.box is None else f"is at {answer.text}"
+    unsure = ", unsure" if answer.is_unsure else ""
+    print(f'"{text}" {where} (score {answer.score:.2f}{unsure}): {folder / "phrase.png"}')
 
 
 # Many images
