@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Float, Int64, Num, UInt8
 from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL import features as pil_features
+from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH
 from torch import Tensor
 from torchvision.ops import clip_boxes_to_image
 
@@ -158,6 +159,8 @@ def read_size(path: str | Path, annotated_size: tuple[int, int] | None = None) -
     """
     with reading(f"Image {path}", Exception), _open(path, str(path)) as image:  # PIL raises many types
         stored_size = image.height, image.width
+        if image.format == "TIFF":  # newer versions of PIL give the upright size before the pixels are decoded
+            stored_size = image.tag_v2[IMAGELENGTH], image.tag_v2[IMAGEWIDTH]
         orientation = 1
         if image.format != "PNG" or "exif" in image.info:  # to look for it behind the pixels, PIL decodes a PNG
             with contextlib.suppress(Exception):  # damaged EXIF data

@@ -9,6 +9,7 @@ All boxes here are continuous xyxy, float [R, 4].
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 
@@ -97,10 +98,9 @@ def warn_of_boxes_outside(boxes: np.ndarray, sizes: np.ndarray, image_ids: Seque
     remedy = "check that they are [x, y, width, height] in pixels of these images"
     if look_like_corners(boxes, sizes):
         remedy = "they look like corners [x1, y1, x2, y2]; convert them to [x, y, width, height]"
-    logger.warning(
-        "%s: %d of %d boxes reach outside their image by more than a pixel, such as [%g, %g, %g, %g] of image %s of "
-        "%d x %d pixels; %s.",
-        *(where, outside.sum(), len(boxes), x1, y1, x2 - x1, y2 - y1, image_ids[row], width, height, remedy),
+    _warn_once(
+        f"{where}: {outside.sum()} of {len(boxes)} boxes reach outside their image by more than a pixel, such as "
+        f"[{x1:g}, {y1:g}, {x2 - x1:g}, {y2 - y1:g}] of image {image_ids[row]} of {width} x {height} pixels; {remedy}."
     )
 
 
@@ -116,8 +116,14 @@ def _warn_of_normalised_images(boxes: np.ndarray, image_ids: Sequence[object], w
         rows_of.pop(image_ids[row], None)
     normalised = [image_id for image_id, rows in rows_of.items() if are_normalised(boxes[rows])]
     if normalised:
-        logger.warning(
-            "%s: all boxes of %d images lie in their first pixels, such as those of image %s; if they are normalised "
-            "to 0 .. 1, multiply them by the width and height of the image, because boxes are in pixels.",
-            *(where, len(normalised), normalised[0]),
+        _warn_once(
+            f"{where}: all boxes of {len(normalised)} images lie in their first pixels, such as those of image "
+            f"{normalised[0]}; if they are normalised to 0 .. 1, multiply them by the width and height of the image, "
+            "because boxes are in pixels."
         )
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    """Log a warning once per process, although a file is opened for several splits and box sources."""
+    logger.warning("%s", message)

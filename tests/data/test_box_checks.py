@@ -57,10 +57,12 @@ GOOD = [[10, 20, 60, 70]] * 99
         (np.zeros((0, 4)), None),
     ],
 )
-def test_suspicious_boxes_of_a_file_cause_one_warning(boxes, expected, caplog):
+def test_suspicious_boxes_of_a_file_cause_one_warning(boxes, expected, caplog, tmp_path):
     boxes = np.array(boxes, dtype=float)
+    where = str(tmp_path / "boxes.json")
     with caplog.at_level(logging.WARNING):
-        check_file_boxes(boxes, np.array([SIZE] * len(boxes)).reshape(-1, 2), range(len(boxes)), "boxes.json")
+        for _ in ("train", "val"):  # one file of two splits
+            check_file_boxes(boxes, np.array([SIZE] * len(boxes)).reshape(-1, 2), range(len(boxes)), where)
     if expected is None:
         assert not caplog.records
     else:

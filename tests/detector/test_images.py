@@ -18,6 +18,7 @@ from detector.images import (
     mask_pixels,
     mask_rectangles,
     normalise_images,
+    read_size,
     resize_image,
 )
 
@@ -94,6 +95,8 @@ def test_images_annotated_without_their_exif_rotation_are_read_as_stored(tmp_pat
     assert np.array_equal(load_image(path, "RGB", (7, 7)), upright)
     resized, size = load_resized(path, ResizeRule(32, 48), "RGB", annotated_size=(32, 48))
     assert size == (32, 48) and np.array_equal(resized, as_annotated)
+    sizes = None, upright.shape[:2], (32, 48), (7, 7)
+    assert [read_size(path, size) for size in sizes] == [load_image(path, "RGB", size).shape[:2] for size in sizes]
 
 
 def test_a_square_image_is_read_upright(tmp_path: Path):
@@ -122,6 +125,9 @@ def test_files_that_are_no_images(tmp_path: Path):
     Image.fromarray(np.ones((4, 4), dtype=np.float32)).save(tmp_path / "32_bits.tiff")
     Image.new("RGB", (6, 4)).save(tmp_path / "eps.jpg", "EPS")  # PIL would start Ghostscript
     Image.new("RGB", (6, 4)).save(tmp_path / "ppm.jpg", "PPM")
+    for name in ("text.jpg", "eps.jpg", "ppm.jpg"):
+        with pytest.raises(UserError, match=name):
+            read_size(tmp_path / name)
     for name in ("cut_off.jpg", "cut_off.png", "text.jpg", "32_bits.tiff", "eps.jpg", "ppm.jpg"):
         with pytest.raises(UserError, match=name):
             load_image(tmp_path / name)
