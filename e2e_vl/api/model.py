@@ -390,8 +390,6 @@ class TrainedModel(
         doubts = tuple(self._doubts(question, unknown, prediction))
         prediction.is_unsure = bool(doubts)
         ranked, lines = task.ranked(prediction), task.answer_lines(prediction)
-        if doubts and lines:
-            lines[0] += " (unsure)"
         box = prediction.box if task.predicts_box else None
         top_answers, top_boxes = ranked[:top_k], [] if box is None else [box]
         if task.predicts_box and top_k is not None:

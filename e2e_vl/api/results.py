@@ -58,6 +58,14 @@ class Answer:
         """Whether validation does not show that such answers are right; `warnings` say why."""
         return self.prediction.is_unsure
 
+    @property
+    def marked_lines(self) -> list[str]:
+        """The `lines`; the first one ends with a mark if the answer is unsure."""
+        if not self.is_unsure or not self.lines:
+            return self.lines
+        first, *others = self.lines
+        return [f"{first} (unsure)", *others]
+
     @functools.cached_property
     def phrases(self) -> list[GroundedPhrase]:
         """The phrases of the text, with boxes float32 [4]; empty for a run that does not ground phrases.

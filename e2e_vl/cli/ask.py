@@ -10,8 +10,8 @@
 Prints the answers, best first; with phrase grounding, also the region of each phrase and its share of the attention.
 Several images, a folder with its subfolders (in natural order: 2.jpg before 10.jpg) or a pattern share one text; with
 --pair, the text is about both images. --json is a list of {"image": FILE, "text": TEXT}, with paths relative to the
-JSON file. The model is loaded once, and the detector runs once per image. Missing and unreadable images are skipped and
-listed at the end; the exit status is then 2.
+JSON file. The model is loaded once, and the detector runs once per image. Answers that validation does not justify are
+marked "(unsure)". Missing and unreadable images are skipped and listed at the end; the exit status is then 2.
 
 Without --boxes, the run's detector predicts the regions. VCR needs --boxes, and its texts refer to them as [0] or
 [1,2], counted from 0; a VCR metadata file as --boxes also contains their classes and outlines. A pre-trained model
@@ -19,7 +19,7 @@ predicts the words at every [MASK] and the classes of the regions masked by --ma
 
 --output DIR writes answer.json (the prediction, the regions, and the last layer's attention on them unless the task
 predicts a box), regions.png (all regions) and answer.png (the predicted box or the most attended regions, masked
-pixels in grey, and boxes of phrases, dashed if uncertain); for a pair also regions_2.png and answer_2.png. Each of
+pixels in grey, and boxes of phrases; dashed if unsure); for a pair also regions_2.png and answer_2.png. Each of
 several questions gets its own folder: 0001, 0002, ...
 """
 
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
             continue
         if len(questions) > 1:
             print(f"{question.image}: {question.text}")
-        print(*answer.lines, *(f"phrase {phrase.line}" for phrase in answer.phrases), sep="\n")
+        print(*answer.marked_lines, *(f"phrase {phrase.line}" for phrase in answer.phrases), sep="\n")
         for warning in answer.warnings:
             print(f"warning: {warning}")
         if args.output is not None:

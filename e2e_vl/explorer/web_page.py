@@ -221,7 +221,7 @@ def values(session: Session, error: str) -> dict[str, Any]:
 def _answer(found: Inspection | None) -> str:
     if found is None:
         return ""
-    return "\n".join([*found.answer.lines, *found.answer.warnings])
+    return "\n".join([*found.answer.marked_lines, *found.answer.warnings])
 
 
 def _boxes(found: Inspection | None) -> str:
