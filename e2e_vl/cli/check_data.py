@@ -365,7 +365,7 @@ class SplitReader:
         if loaded or self.examples is None:
             return loaded
         bare = [dataclasses.replace(image, boxes=None, boxes_to_mask=None) for image in sample.images]
-        return [self.examples.loader.load_without_pixels(image, self.sizes.get(image.key)) for image in bare]
+        return [self.examples.loader.load_without_pixels(image, size=None) for image in bare]  # refuses nothing
 
     def _read_text(self, text: SampleText, objects: AnnotatedObjects | None) -> bool:
         """Count the properties of a text; returns whether it is longer than the encoder can read."""

@@ -154,6 +154,12 @@ def test_what_training_stops_at_is_a_problem(data, tmp_path, name, change, words
     assert any(problem in error or problem.removeprefix("train: ") in error for problem in train.problems)
 
 
+def test_an_image_of_another_size_hides_no_other(data):
+    widen_photo(data)
+    train, _ = check(settings("refcoco", data))
+    assert len(train.problems) == 1 and train.images == 12
+
+
 def test_a_long_text_is_no_problem_where_it_is_truncated(data):
     lengthen_question(data)
     train, _ = check(settings("vqa", data, "data.max_text_length=64"))
