@@ -182,9 +182,18 @@ def pack(batch: Any) -> PackedBatch:
 
 
 def unpack(packed: PackedBatch) -> Any:
-    unpickler = pickle.Unpickler(io.BytesIO(packed.content))
-    unpickler.persistent_load = packed.large.__getitem__
-    return unpickler.load()
+    return _Unpickler(packed).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    """Restores what `_Pickler` wrote; Python 3.13.0 allows no method to be set from outside."""
+
+    def __init__(self, packed: PackedBatch) -> None:
+        super().__init__(io.BytesIO(packed.content))
+        self.large = packed.large
+
+    def persistent_load(self, index: int) -> Tensor:
+        return self.large[index]
 
 
 class _Pickler(pickle.Pickler):
