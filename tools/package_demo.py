@@ -1,17 +1,18 @@
 """Make the model that comes along (`e2e_vl.load("demo")`) from a run of configs/demo/refcoco.yaml.
 
     python tools/package_demo.py runs/demo_refcoco
-    python tools/package_demo.py --thresholds
+    python tools/package_demo.py --measure
 
 Writes e2e_vl/demo: settings, weights in half precision, scores of the run, version, model card, and about.json with
 what the model knows and the first twelve scenes of the test split, with one expression of each family and
-one that nothing fits. With --thresholds, only the thresholds of sure answers of the packaged model are measured again,
-on the validation scenes, and replaced in metrics.json and the model card.
+one that nothing fits. With --measure, only those scores of the packaged model that its run did not measure
+(`MEASURED_AGAIN`) are measured, and replaced in metrics.json and the model card.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import shutil
 import tempfile
 from pathlib import Path
@@ -29,6 +30,8 @@ from e2e_vl.samples import SampleText
 from e2e_vl.synthetic.language import RELATIONS
 
 SCENES = 12
+# thresholds of sure answers, and F1 by the official rule of gRefCOCO
+MEASURED_AGAIN = ("sure_threshold", "f1_precision")
 
 
 @print_errors
@@ -36,10 +39,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("run", type=Path, nargs="?", help="run directory")
-    what.add_argument("--thresholds", action="store_true", help="measure the thresholds of sure answers again")
+    what.add_argument("--measure", action="store_true", help="measure some scores of the packaged model again")
     args = parser.parse_args(argv)
-    if args.thresholds:
-        replace_thresholds()
+    if args.measure:
+        measure_again()
     else:
         package(args)
     return 0
@@ -75,23 +78,25 @@ def package(args: argparse.Namespace) -> None:
     print(f"written: {DEMO} ({size / 1e6:.2f} MB)")
 
 
-def replace_thresholds(split: str = "val") -> None:
-    """Measure the thresholds of sure answers of the packaged model, and write them into its metrics.json."""
+def measure_again() -> None:
+    """Measure `MEASURED_AGAIN` of the packaged model on all evaluated splits, and write them into its metrics.json."""
     from e2e_vl.run.build import make_synthetic_data
     from e2e_vl.run.checkpoint import load_saved_config
-    from e2e_vl.run.evaluate import SURE_THRESHOLD, MetricName, evaluate_run
+    from e2e_vl.run.evaluate import MetricName, evaluate_run
 
     metrics: dict[str, Any] = read_json(DEMO / "metrics.json")
     with tempfile.TemporaryDirectory() as folder:
         # one training scene is enough: those of other splits do not depend on their number
         settings = [f"data.root={folder}/scenes", "data.synthetic.scenes.train=1"]
-        make_synthetic_data(load_saved_config(DEMO, settings))
-        for boxes in load_saved_config(DEMO).eval.boxes:
-            output = Path(folder) / f"{boxes}.json"
+        config = load_saved_config(DEMO, settings)
+        make_synthetic_data(config)
+        for split, boxes in itertools.product(config.data.eval_splits, map(BoxSource, config.eval.boxes)):
+            output = Path(folder) / "predictions.json"
             measured, _ = evaluate_run(DEMO, split=split, boxes=boxes, output=output, overrides=settings)
-            name = str(MetricName(split, SURE_THRESHOLD, boxes))
-            metrics[name] = measured[name]
-            print(f"{name}: {metrics[name]}")
+            for metric in MEASURED_AGAIN:
+                name = str(MetricName(split, metric, boxes))
+                metrics[name] = measured[name]
+                print(f"{name}: {metrics[name]}")
     write_json(DEMO / "metrics.json", metrics)
     e2e_vl.load("demo", "cpu").generate_model_card("demo").save(DEMO / "README.md")
 
