@@ -192,11 +192,12 @@ def test_expressions_name_a_box_by_its_id_or_its_place(tmp_path, photos, capsys)
     assert {*converted(export, photos, "--expressions", texts.with_suffix(".json"))[1]} == {(1, "cup"), (3, "c")}
 
 
-def test_expressions_come_from_an_attribute_in_cvat_and_boxes_are_clipped(tmp_path, photos):
-    text = coco({name: name for name in SIZES}, 1, {"occluded": False, "expression": "left one"})
+@pytest.mark.parametrize("expression", ["left one", 12])  # CVAT writes a text of digits as a number
+def test_expressions_come_from_an_attribute_in_cvat_and_boxes_are_clipped(tmp_path, photos, expression):
+    text = coco({name: name for name in SIZES}, 1, {"occluded": False, "expression": expression})
     (tmp_path / "a.json").write_text(text.replace("50.0, 5.0, 20.0", "90.0, 5.0, 20.0"))
     instances, expressions = converted(tmp_path / "a.json", photos)
-    assert {*expressions} == {(number, "left one") for number in (1, 2, 3)}
+    assert {*expressions} == {(number, str(expression)) for number in (1, 2, 3)}
     assert instances.images[1].objects[1].box == (90, 5, 100, 15)
 
 
@@ -231,6 +232,9 @@ def convert_files(tmp_path: Path, photos: Path, files: dict, *words: str) -> tup
     content = json.loads((photos.parent / "instances.json").read_text()) if status == 0 else {"annotations": []}
     return status, [row["bbox"] for row in content["annotations"]]
 
+
+CAPTIONS = json.dumps({"images": [], "annotations": [{"image_id": 1, "caption": "a mug"}]})
+CORNERS = "image,label,xmin,ymin,xmax,ymax\n" + "".join(f"a.jpg,mug,{x},2,105,78\n" for x in (10, 11, 12))
 
 REFUSED = {  # what is wrong -> files of the export, parts of the message
     "no area": ({"b.csv": BOX + "a.jpg,mug,1,2,0,4,x\na.jpg,mug,1,2,3,-4,x\n"}, ["(2): line 3 (", "; line 4 ("]),
@@ -294,6 +298,9 @@ REFUSED = {  # what is wrong -> files of the export, parts of the message
     "VIA's project": ({"p.json": '{"a.jpg1": {"filename": "a.jpg", "regions": []}}'}, ["VIA", "COCO"]),
     "Supervisely": ({"meta.json": '{"classes": [], "tags": []}'}, ["Supervisely", "COCO"]),
     "TFRecord": ({"x.tfrecord": "x", "label_map.pbtxt": ""}, ["TFRecord", "COCO"]),
+    "captions": ({"c.json": CAPTIONS}, ["COCO captions", "instances"]),
+    "two files of a photo": ({"a.xml": voc("a.jpg"), "b.xml": voc("a.jpg")}, ["a.jpg (a, b)"]),
+    "format of photos": ({"b.csv": BOX + "d.HEIC,mug,1,2,3,4,x\n"}, ["d.heic", "JPEG"]),
     "nothing": ({"notes.md": "x"}, ["no JSON of COCO or LabelMe", "classes.txt"]),
 }
 
@@ -302,6 +309,7 @@ REFUSED = {  # what is wrong -> files of the export, parts of the message
 def test_what_has_no_meaning_is_refused_with_its_places(tmp_path, photos, capsys, kind):
     for name in ("c.jpg", "c.png"):
         Image.new("RGB", (100, 80)).save(photos / name)
+    (photos / "d.heic").touch()
     files, parts = REFUSED[kind]
     assert convert_files(tmp_path, photos, files)[0] == 2
     message = capsys.readouterr().err
@@ -317,6 +325,21 @@ READ = {  # what is odd -> files of the export, the boxes of a.jpg, part of what
     "polygon": (coco_of({"bbox": [], "segmentation": [[1, 2, 30, 2, 30, 40]]}), [[1, 2, 29, 38]], ""),
     "maybe corners": (coco_of({"bbox": [60, 50, 90, 75]}), [[60, 50, 40, 30]], "look like corners"),
     "outside at the left": (coco_of({"bbox": [-5, -5, 30, 40]}), [[0, 0, 25, 35]], "training: boxes were clipped"),
+    "corners outside": ({"b.csv": CORNERS}, [[x, 2, 100 - x, 76] for x in (10, 11, 12)], "clipped to their photos (3)"),
+    "repeated": (coco_of({}, {}), [[10, 20, 30, 40]], "repeat an earlier one are left out (1)"),
+    "group": (coco_of({"iscrowd": 1}), [[10, 20, 30, 40]], "groups (iscrowd)"),
+    "no expression": (coco_of({"attributes": {"expression": True}}), [[10, 20, 30, 40]], "no text are not read (1)"),
+    "captions beside": (
+        coco_of({}) | {"c.json": CAPTIONS},
+        [[10, 20, 30, 40]],
+        "beside those of COCO are not read (1)",
+    ),
+    "another photo": ({"b.json": labelme_of({})["a.json"]}, [[1, 2, 29, 38]], "name another photo"),
+    "two folders": (
+        {f"{part}/a.json": labelme_of({})["a.json"] for part in "xy"},
+        [[1, 2, 29, 38]],
+        "several annotation",
+    ),
     "clipped": (coco_of({"bbox": [90, 70, 20, 20]}), [[90, 70, 10, 10]], "clipped to their photos (1)"),
     "no size": (labelme_of({}, imageWidth=None), [[1, 2, 29, 38]], ""),
     "circle": (labelme_of({"shape_type": "circle", "points": [[50, 40], [50, 50]]}), [[40, 30, 20, 20]], ""),

@@ -85,7 +85,6 @@ def read_coco(path: Path, source: Path, remarks: Remarks) -> Iterator[Annotation
         if degrees % 180:
             corners = _around_rotated(corners, degrees)
             remarks.note("rotated boxes became the upright boxes around them", where)
-        text = attributes.get("expression")
         yield Annotation(
             where,
             image.file_name,
@@ -93,7 +92,7 @@ def read_coco(path: Path, source: Path, remarks: Remarks) -> Iterator[Annotation
             corners,
             id=id_,
             image_size=(round(image.width), round(image.height)) if image.width and image.height else None,
-            text=text if isinstance(text, str) else None,
+            text=_expression(attributes, where, remarks),
             folder_split=split_of_path(file_name) or split_of_folders(image.file_name),
             is_crowd=bool(row.iscrowd),
         )
@@ -110,6 +109,17 @@ def _corners(row: _Annotation) -> FourNumbers | None:
     if len(numbers) < 6 or len(numbers) % 2 or not all(isinstance(number, int | float) for number in numbers):
         return None
     return enclosing_corners(np.array(numbers, dtype=np.float64).reshape(-1, 2))
+
+
+def _expression(attributes: dict[str, Any], where: str, remarks: Remarks) -> str | None:
+    """The attribute `expression`; CVAT exports a text of digits as a number."""
+    value = attributes.get("expression")
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    remarks.note("attributes named expression that are no text are not read", where)
+    return None
 
 
 def _around_rotated(corners: FourNumbers, degrees: float) -> FourNumbers:

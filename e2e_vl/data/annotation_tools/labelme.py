@@ -70,6 +70,7 @@ def read_labelme(path: Path, source: Path, remarks: Remarks) -> Iterator[Annotat
             enclosing_corners(points),
             id=number,
             image_size=size,
+            states_corners=True,
             other_name=stem,
             text=shape.description,
             folder_split=split_of_path(name),

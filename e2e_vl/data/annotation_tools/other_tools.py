@@ -33,6 +33,19 @@ def describe_suffix(suffix: str) -> str | None:
     return _SUFFIXES.get(suffix.lower())
 
 
+def describe_coco(content: Any) -> str | None:
+    """What a JSON file of COCO without boxes is; None for another file."""
+    annotations = content.get("annotations") if isinstance(content, dict) else None
+    first = annotations[0] if isinstance(annotations, list) and annotations else None
+    if not isinstance(first, dict) or "category_id" in first:
+        return None
+    if "caption" in first:
+        return "a file of COCO captions; give the one of the instances"
+    if "segments_info" in first:
+        return "a panoptic file of COCO; give the one of the instances"
+    return None
+
+
 def describe_json(content: Any) -> str | None:
     """What a JSON file is, and the export to choose instead; None if it is not known."""
     if isinstance(content, list):

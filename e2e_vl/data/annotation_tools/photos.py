@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import NamedTuple
 from urllib.parse import unquote
@@ -15,6 +16,7 @@ from e2e_vl.data.annotation_tools.files import list_files
 
 PHOTOS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 _ORIENTATION = 0x0112  # the EXIF tag
+_OTHER_FORMATS = (".heic", ".heif", ".avif", ".gif", ".jp2", ".psd", ".svg", ".dng", ".cr2", ".nef", ".arw")
 _UPLOAD_PREFIX = re.compile(r"^[0-9a-f]{8}-")  # Label Studio's
 _LOCAL_FILE = re.compile(r"^.*\?d=")  # Label Studio's address of a file that was not uploaded
 
@@ -52,6 +54,16 @@ class Photo(NamedTuple):
         return np.stack(corners, axis=-1)
 
 
+def _normalise(name: str) -> str:
+    """A name without what file systems change: capital letters, and how accents are written (macOS splits them)."""
+    return unicodedata.normalize("NFC", name).casefold()
+
+
+def _upload_name(name: str) -> str:
+    """What an upload to Label Studio (Django) makes of a name: no blanks, brackets or commas."""
+    return re.sub(r"[^-\w.]", "", _normalise(name).strip().replace(" ", "_"))
+
+
 class Photos:
     """The photos in a folder and its subfolders, found by the names that annotation files give them."""
 
@@ -63,9 +75,16 @@ class Photos:
         self._read: dict[str, Photo] = {}
         self._by_name: dict[str, list[PurePosixPath]] = {}
         self._by_stem: dict[str, list[PurePosixPath]] = {}
+        self._by_upload: dict[str, list[PurePosixPath]] = {}
         for path in self.files:
-            self._by_name.setdefault(path.name.casefold(), []).append(path)
-            self._by_stem.setdefault(path.stem.casefold(), []).append(path)
+            self._by_name.setdefault(_normalise(path.name), []).append(path)
+            self._by_stem.setdefault(_normalise(path.stem), []).append(path)
+            self._by_upload.setdefault(_upload_name(path.name), []).append(path)
+        self._in_other_formats: dict[str, list[str]] = {}
+        for path in list_files(folder, _OTHER_FORMATS):
+            for name in (path.name, path.stem):
+                name_in_folder = path.relative_to(folder).as_posix()
+                self._in_other_formats.setdefault(_normalise(name), []).append(name_in_folder)
 
     def candidates(self, name: str) -> list[str]:
         """The photos that a name, or a name without suffix, may mean; one if it has one meaning.
@@ -75,14 +94,20 @@ class Photos:
         """
         *folders, last = PureWindowsPath(name).parts or ("",)  # splits at slashes of both kinds
         local = unquote(_LOCAL_FILE.sub("", last))
-        for written in (last, local, _UPLOAD_PREFIX.sub("", local)):
-            word = PureWindowsPath(written).name.casefold()
+        for written in (last, local, local.partition("?")[0], _UPLOAD_PREFIX.sub("", local)):
+            word = _normalise(PureWindowsPath(written).name)
             paths = self._by_name.get(word) or self._by_stem.get(word, [])
             if paths:
                 break
+        if not paths and _UPLOAD_PREFIX.match(local):
+            paths = self._by_upload.get(_normalise(_UPLOAD_PREFIX.sub("", local)), [])
         ranks = [(len({*folders} & {*path.parts[:-1]}), last in (path.name, path.stem)) for path in paths]
         best = max(ranks, default=None)
         return [path.as_posix() for path, rank in zip(paths, ranks, strict=True) if rank == best]
+
+    def in_other_formats(self, name: str) -> list[str]:
+        """The files of a name, or of a name without suffix, that are photos in formats that are not read."""
+        return self._in_other_formats.get(_normalise(PureWindowsPath(name).name), [])
 
     def find(self, name: str) -> str:
         """The one photo that a name means, relative to the folder of photos."""

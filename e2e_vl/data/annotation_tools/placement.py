@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
 
 import numpy as np
 
@@ -51,7 +52,22 @@ def place(annotations: Sequence[Annotation], photos: Photos, remarks: Remarks, *
         if not row.label:
             remarks.refuse("boxes without a label", row.where)
         rows.append(row)
+    _note_boxes(rows, remarks)
     return rows
+
+
+def _note_boxes(rows: Sequence[Row], remarks: Remarks) -> None:
+    """Note boxes that repeat an earlier one, unless they add a text, and boxes that the detector does not learn."""
+    earlier = set()
+    for row in rows:
+        box = (row.image, row.label, row.box)
+        if box in earlier and row.text is None:
+            remarks.note("boxes that repeat an earlier one are left out", row.where)
+        elif row.is_crowd:
+            remarks.note(
+                "boxes of groups (iscrowd) may be referred to, but the detector does not learn them", row.where
+            )
+        earlier.add(box)
 
 
 def _name(annotation: Annotation) -> tuple[str, str]:
@@ -67,10 +83,13 @@ def _find_photos(
     missing = set()
     for image, other_name in dict.fromkeys(map(_name, annotations)):
         candidates = photos.candidates(image)
-        if not candidates and other_name:
-            candidates = photos.candidates(other_name)
-            if candidates:
-                remarks.note("renamed photos were found by the names of their annotation files", image)
+        namesakes = photos.candidates(other_name) if other_name else []
+        if not candidates and namesakes:
+            candidates = namesakes
+            remarks.note("renamed photos were found by the names of their annotation files", image)
+        elif namesakes and candidates != namesakes:
+            record = f"{other_name} ({image})"
+            remarks.note("annotation files name another photo than the one with their own name", record)
         if len(candidates) == 1:
             photo_of[image, other_name] = photos.read(candidates[0])
         elif candidates:
@@ -78,13 +97,41 @@ def _find_photos(
             remarks.refuse("names that several photos have", f"{image} ({', '.join(candidates)})", remedy)
         else:
             missing.add((image, other_name))
-            remedy = "put them there, give their folder as --images, or leave them out with --skip-missing"
             if not skip_missing:
-                remarks.refuse(f"photos that are not in {photos.folder}", image, remedy)
+                _refuse_missing(image, photos, remarks)
     for annotation in annotations:
         if skip_missing and _name(annotation) in missing:
             remarks.note("boxes of missing photos are left out", annotation.where)
+    _check_files_of_photos(photo_of, remarks)
     return photo_of
+
+
+def _refuse_missing(image: str, photos: Photos, remarks: Remarks) -> None:
+    in_other_formats = photos.in_other_formats(image)
+    if in_other_formats:
+        remedy = "save them as JPEG or PNG, or leave them out with --skip-missing"
+        remarks.refuse("photos in a format that is not read", ", ".join(in_other_formats), remedy)
+    else:
+        remedy = "put them there, give their folder as --images, or leave them out with --skip-missing"
+        remarks.refuse(f"photos that are not in {photos.folder}", image, remedy)
+
+
+def _check_files_of_photos(photo_of: Mapping[tuple[str, str], Photo], remarks: Remarks) -> None:
+    """Refuse several annotation files of formats with one file per photo that name the same photo.
+
+    One of them may be a copy that still names the old photo. Files of one name in several folders are only noted.
+    """
+    files_of: dict[str, list[str]] = {}
+    for (_, other_name), photo in photo_of.items():
+        if other_name:
+            files_of.setdefault(photo.name, []).append(other_name)
+    for photo_name, files in files_of.items():
+        record = f"{photo_name} ({', '.join(files)})"
+        if len({PurePosixPath(file).name for file in files}) > 1:
+            remedy = "correct the names of photos in the files, or keep one of the files"
+            remarks.refuse("photos that several annotation files name", record, remedy)
+        elif len(files) > 1:
+            remarks.note("photos have several annotation files, whose boxes are joined", record)
 
 
 def _turn_upright(
@@ -129,6 +176,9 @@ def _check_convention(
         boxes: xyxy in pixels, [R, 4].
         sizes: (width, height) of the photo of each box, [R, 2].
     """
+    if all(annotation.states_corners for annotation in annotations):
+        require_pixels(boxes, str(remarks.source))
+        return
     outside = np.flatnonzero(reach_outside(boxes, sizes))
     fit_as_corners = boxes.min() >= -MARGIN and look_like_corners(boxes, sizes)
     if len(outside) >= _SHARE_OF_CORNERS * len(boxes) and fit_as_corners:

@@ -79,6 +79,9 @@ class _Recognised(NamedTuple):
 def _recognise_json(path: Path) -> _Recognised:
     content: Any = read_json(path)
     keys = content.keys() if isinstance(content, dict) else ()
+    description = other_tools.describe_coco(content)
+    if description is not None:
+        return _Recognised(description=description)
     if "annotations" in keys and ("images" in keys or "categories" in keys):
         return _Recognised("COCO", read_coco)
     if "shapes" in keys:
@@ -115,6 +118,8 @@ def _read_folder(folder: Path, photos: Photos, remarks: Remarks, ignored: Collec
                 remarks.note(f"files of {other} beside those of {name} are not read", relative_name(path, folder))
         for path in list_files(folder, CLASS_FILES):
             remarks.note(f"labels of YOLO beside the files of {name} are not read", relative_name(path, folder))
+        for other_name in descriptions:
+            remarks.note(f"other files beside those of {name} are not read", other_name)
         return _read_files(files, folder, remarks)
     class_lists = find_class_lists(folder)
     if class_lists and not descriptions:

@@ -41,6 +41,7 @@ class Annotation(NamedTuple):
     corners: FourNumbers  # x1, y1, x2, y2
     id: Id
     in_shares: bool = False  # the corners are shares of the image's sides, not pixels
+    states_corners: bool = False  # the file has both corners, not one corner and the box's width and height
     image_size: tuple[int, int] | None = None  # (width, height) that the file states
     other_name: str = ""  # of the image, where `image` is missing: the name of the annotation file
     text: str | None = None

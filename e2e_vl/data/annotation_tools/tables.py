@@ -118,6 +118,7 @@ def read_table(path: Path, remarks: Remarks) -> Iterator[Annotation]:
             label,
             corners,
             id=number,
+            states_corners=line.cells.keys() >= {"x2", "y2"},
             image_size=image_size,
             text=line.cells.get("text"),
             split=split_name(line.cells.get("split", "")),

@@ -45,6 +45,7 @@ def read_voc(path: Path, root: ElementTree.Element, source: Path, remarks: Remar
             label,
             (x1, y1, x2, y2),
             id=number,
+            states_corners=True,
             image_size=size,
             other_name=stem,  # LabelImg keeps the old file name of a renamed photo
             folder_split=split_of_path(name),
