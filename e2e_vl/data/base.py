@@ -210,10 +210,16 @@ class RecordDataset(VLDataset):
 
         Args:
             splits: the joined splits, one after the other in `records`; empty: there is only one.
-            need_labels: raise an error if no record has a label.
+            need_labels: raise an error if a record has no label.
         """
-        if not records or (need_labels and records[0].truth is None):
+        unlabelled = [record.id for record in records if record.truth is None] if need_labels else []
+        if len(unlabelled) == len(records):
             raise UserError(f"{where}s: none found, or they have no labels for training; choose another split")
+        if unlabelled:
+            raise UserError(
+                f"{where}s: {len(unlabelled):,} of {len(records):,} have no label for training, such as "
+                f"{unlabelled[0]}; label or remove them"
+            )
         joined = "give the texts of joined splits different ids, by which predictions are told apart"
         remedy = joined if len(splits) > 1 else "remove one of them"
         require_unique((record.id for record in records), where, remedy)

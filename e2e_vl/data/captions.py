@@ -143,7 +143,11 @@ class CocoCaptions(CaptionSource):
             number_of: dict[str, int] = {}  # of the images of this file; 12 and "12" are the same id
             for row in content.images:
                 number = numbers.setdefault((source, str(row.id), folder / row.file_name), len(images))
-                number_of[str(row.id)] = number
+                if number_of.setdefault(str(row.id), number) != number:
+                    raise UserError(
+                        f"{path}: two images have the id {row.id}, such as {row.file_name}; give each image its own "
+                        "id, by which captions name it"
+                    )
                 if number == len(images):
                     size = None if row.height is None or row.width is None else (row.height, row.width)
                     images.append(_CaptionedImage(part, str(row.id), row.file_name, size))
@@ -306,7 +310,7 @@ class ShardCaptions(CaptionSource):
         """int64 [n, 4]: shard, offsets of the image's and the caption's header in the shard, and hash of the name."""
         rows: list[tuple[int, int, int, int]] = []
         member_names: list[str] = []  # of the first members, for an error message
-        left_out = 0
+        skipped = SkippedRecords(self.shards[0].parent)
         for number, shard in enumerate(tqdm(self.shards, desc="indexing shards", unit=" shards", delay=1)):
             records: dict[str, dict[str, int]] = {}
             with reading(shard, tarfile.TarError), tarfile.open(shard, "r:") as archive:
@@ -335,15 +339,14 @@ class ShardCaptions(CaptionSource):
                 if len(record) == 2:
                     rows.append((number, record["image"], record["caption"], hash_name(name)))
                 else:
-                    left_out += 1
+                    skipped.add("records without an image or a caption", f"{name.lstrip('/')} of {shard.name}")
         if not rows:
             raise UserError(
                 f"{self.shards[0].parent}: no record of the shards has an image and a caption; they are members "
                 "KEY.jpg (or jpeg, png, webp) and KEY.txt with the same KEY, without further dots, and the shards have "
                 f"{', '.join(member_names) or 'no members'}"
             )
-        if left_out:
-            logger.warning("%s: skipped %d records without an image or a caption.", self.shards[0].parent, left_out)
+        skipped.log()
         return np.array(rows, dtype=np.int64)
 
     def caption(self, text: int) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from xml.etree import ElementTree
@@ -105,7 +106,11 @@ def read_image_ids(path: str | Path) -> list[str]:
     ids = read_text(path).split()
     if not ids or not all(one.isdecimal() for one in ids):
         raise UserError(f"{path} is not a list of image ids such as 1000092795, one per line")
-    return ids
+    skipped = SkippedRecords(path)
+    for image_id in Counter(ids) - Counter(set(ids)):
+        skipped.add("repeats of image ids", image_id)
+    skipped.log()
+    return list(dict.fromkeys(ids))
 
 
 class Caption(TextRecord, array_like=True):

@@ -21,7 +21,7 @@ from e2e_vl.config import BoxSource
 from e2e_vl.data.base import DataFiles, DataNeeds, VLDataset
 from e2e_vl.data.box_checks import require_pixels
 from e2e_vl.data.config import CLASS_NAMES, VCROptions
-from e2e_vl.data.tables import SerializedList, TextGroups, stream_lines
+from e2e_vl.data.tables import SerializedList, SkippedRecords, TextGroups, stream_lines
 from e2e_vl.io import Count, Name, Pixel, Record, Side
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, CorrectChoice, Sample, SampleImage, Sentence
 
@@ -87,18 +87,33 @@ class ImageMetadata(Record):
 
 
 def read_questions(path: str | Path) -> SerializedList[VCRQuestion]:
-    """Read all questions.
+    """Read all questions; exact repeats are skipped, and their number is logged.
 
     Raises:
-        UserError: there are none, or a sentence names an object that its question does not list.
+        UserError: there are none, two questions have one id, or a sentence names an object that its question does not
+            list.
     """
-    questions = SerializedList(_checked_questions(path), VCRQuestion)
+    ids: list[str] = []
+    questions = SerializedList(_checked_questions(path, ids), VCRQuestion)
     if not len(questions):
         raise UserError(f"{path} has no questions; download it again.")
-    return questions
+    if len(set(ids)) == len(ids):
+        return questions
+    skipped = SkippedRecords(path)
+    first_rows: dict[str, int] = {}
+    for row, annot_id in enumerate(ids):
+        first_row = first_rows.setdefault(annot_id, row)
+        if first_row == row:
+            continue
+        if not np.array_equal(questions.encoded_item(row), questions.encoded_item(first_row)):
+            raise UserError(f"{path}: two questions have the annot_id {annot_id}; give each question its own id.")
+        skipped.add("questions that repeat an earlier one", annot_id)
+    skipped.log()
+    return SerializedList((questions[row] for row in first_rows.values()), VCRQuestion)
 
 
-def _checked_questions(path: str | Path) -> Iterator[VCRQuestion]:
+def _checked_questions(path: str | Path, ids: list[str]) -> Iterator[VCRQuestion]:
+    """The questions of a file, whose ids are added to `ids`."""
     for question in stream_lines(path, VCRQuestion):
         last = max(find_mentioned_objects(question.sentences), default=-1)
         if last >= len(question.objects):
@@ -106,6 +121,7 @@ def _checked_questions(path: str | Path) -> Iterator[VCRQuestion]:
                 f"{path}: a sentence of {question.annot_id} names object {last}, but the question has "
                 f"{len(question.objects)} objects, counted from 0; correct the line or download the file again."
             )
+        ids.append(question.annot_id)
         yield question
 
 

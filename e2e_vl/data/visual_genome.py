@@ -28,7 +28,7 @@ from e2e_vl.config import BoxSource
 from e2e_vl.data.base import DataFiles, DataNeeds, JoinedSplit, RecordDataset, TextRecord
 from e2e_vl.data.config import GenomeOptions
 from e2e_vl.data.overlap import COCO, VISUAL_GENOME
-from e2e_vl.data.tables import SerializedDict, SerializedList, SkippedRecords, stream_list
+from e2e_vl.data.tables import SerializedDict, SerializedList, SkippedRecords, drop_repeats, stream_list
 from e2e_vl.io import FourNumbers, Pixel, Record, Side
 from e2e_vl.samples import CorrectAnswer, PhraseBoxes, SampleImage, SampleText
 
@@ -142,9 +142,10 @@ class RegionPhrases(Record, array_like=True):
 
 
 def read_region_descriptions(path: Path) -> Iterator[GenomeText]:
-    """Read the descriptions; blank ones are skipped, and their number is logged."""
+    """Read the descriptions; blank ones and exact repeats are skipped, and their numbers are logged."""
     skipped = SkippedRecords(path)
     for row in stream_list(path, _RegionsOfImage):
+        descriptions = []
         for region in row.regions:
             if not region.phrase.strip():
                 skipped.add("blank descriptions", region.region_id)
@@ -153,19 +154,22 @@ def read_region_descriptions(path: Path) -> Iterator[GenomeText]:
             box = None if None in sides else _corners(*sides)
             if None not in sides and box is None:
                 skipped.add("boxes of regions without an area, but not their descriptions", region.region_id)
-            yield GenomeText(region.region_id, row.id, region.phrase, box=box)
+            descriptions.append(GenomeText(region.region_id, row.id, region.phrase, box=box))
+        yield from drop_repeats(descriptions, skipped, "descriptions")
     skipped.log()
 
 
 def read_genome_questions(path: Path) -> Iterator[GenomeText]:
-    """Read the questions; those without words or an answer are skipped, and their number is logged."""
+    """Read the questions; those without words or an answer and exact repeats are skipped, and their numbers logged."""
     skipped = SkippedRecords(path)
     for row in stream_list(path, _QuestionsOfImage):
+        questions = []
         for question in row.qas:
             if not question.question.strip() or not question.answer.strip():
                 skipped.add("questions that are blank or have a blank answer", question.qa_id)
                 continue
-            yield GenomeText(question.qa_id, row.id, question.question, question.answer)
+            questions.append(GenomeText(question.qa_id, row.id, question.question, question.answer))
+        yield from drop_repeats(questions, skipped, "questions")
     skipped.log()
 
 

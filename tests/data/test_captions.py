@@ -254,6 +254,14 @@ def test_blank_captions_and_those_of_other_images_are_skipped(tmp_path, caplog):
         CocoCaptions([(write_json(tmp_path / "captions.json", COCO_FILE | {"annotations": odd}), tmp_path)])
 
 
+def test_two_images_with_one_id_are_named(tmp_path):
+    path = write_json(
+        tmp_path / "captions.json", COCO_FILE | {"images": [*COCO_FILE["images"], {"id": 1, "file_name": "d.jpg"}]}
+    )
+    with refused("captions.json", "two images have the id 1", "d.jpg"):
+        CocoCaptions([(path, tmp_path)])
+
+
 def jpeg(value: int, size=(20, 10)) -> bytes:
     stream = io.BytesIO()
     Image.fromarray(np.full((size[1], size[0], 3), value, dtype=np.uint8)).save(stream, "JPEG")
@@ -298,7 +306,8 @@ def folder(tmp_path):
 
 def test_records_of_all_shards_in_order(folder, tmp_path, caplog):
     source = ShardCaptions(folder, tmp_path / "cache")
-    assert "skipped 4 records without an image or a caption" in caplog.text
+    examples = ", ".join(f"00000000{number} of 00000.tar" for number in (3, 4, 5, 6))
+    assert f"skipped 4 records without an image or a caption: {examples}" in caplog.text
     for one in (source, pickle.loads(pickle.dumps(source))):
         assert [one.caption(i) for i in range(3)] == ["A red box.", "eine Hütte", "last"]
         assert [one.name(i) for i in range(3)] == ["000000000", "000000002", "000010000"]

@@ -80,6 +80,11 @@ def test_empty_boxes_are_skipped(settings, tmp_path, caplog, odd):
     assert "skipped 1 empty boxes" in caplog.text and "11.xml" in caplog.text
 
 
+def test_an_image_that_is_listed_twice_is_read_once(settings, tmp_path, caplog):
+    (tmp_path / "train.txt").write_text("11\n12\n11\n")
+    assert len(make(settings)) == 2 and "train.txt: skipped 1 repeats of image ids: 11" in caplog.text
+
+
 def test_coordinates_may_begin_at_zero(settings):
     shifted = with_options(settings, coordinates="zero_based")
     sample = make(shifted).sample((0,))

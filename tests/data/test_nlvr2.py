@@ -107,6 +107,13 @@ def test_a_bad_line_is_named(tmp_path, row, parts):
         read_examples(write_json_lines(tmp_path / "dev.json", [*DEV, row]))
 
 
+def test_a_line_without_a_label_among_others_is_named(settings, tmp_path):
+    write_json_lines(tmp_path / "data" / "train.json", [*TRAIN, line("train-3-1-1", None)])
+    assert make(settings)[3] == "Is it train-3-1-1?"
+    with refused("1 of 4 have no label", "train-3-1-1"):
+        make(settings, training=True)
+
+
 def test_a_repeated_line_is_skipped_and_a_file_without_lines_is_named(tmp_path, caplog):
     assert len(read_examples(write_json_lines(tmp_path / "dev.json", [*DEV, DEV[0]]))) == len(DEV)
     assert "skipped 1 examples that repeat an earlier one" in caplog.text

@@ -106,6 +106,14 @@ def test_a_bad_ref_is_named(tiny, change, parts):
         read(tiny.write())
 
 
+def test_a_file_whose_refs_are_all_skipped_says_so(tiny):
+    for ref in tiny.refs:
+        ref["sentences"] = []
+    tiny.write()
+    with refused("refs(unc).p", "all its refs are skipped"):
+        make(tiny)
+
+
 class Exploit:
     def __reduce__(self):
         return os.mkdir, ("harm",)

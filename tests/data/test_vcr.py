@@ -76,6 +76,16 @@ def test_a_question_without_a_label_among_others_is_named(tiny, options):
         tiny.dataset(**options)
 
 
+def test_a_repeated_question_is_skipped_and_one_id_of_two_is_named(tiny, caplog):
+    lines = list(tiny.lines)
+    tiny.lines.append(lines[0])
+    assert len(tiny.dataset()) == len(lines)
+    assert f"skipped 1 questions that repeat an earlier one: {lines[0]['annot_id']}" in caplog.text
+    tiny.lines[-1] = lines[0] | {"question": ["Who", "?"]}
+    with refused("val.jsonl", f"two questions have the annot_id {lines[0]['annot_id']}"):
+        tiny.dataset()
+
+
 def test_image_boxes_classes_and_outlines(tiny):
     tiny.metadata["segms"][1] = []  # an object may have no outline
     [image] = tiny.dataset().sample((1,)).images

@@ -103,6 +103,19 @@ def test_questions_without_words_or_an_answer_are_skipped(settings, tmp_path, ca
     assert "skipped 2 questions that are blank or have a blank answer: 7, 8" in caplog.text
 
 
+@pytest.mark.parametrize(("file", "content", "key"), [("regions", REGIONS, "regions"), ("questions", QUESTIONS, "qas")])
+def test_repeated_texts_are_skipped_and_one_id_of_two_is_named(settings, tmp_path, caplog, file, content, key):
+    number = len(opened(settings, texts=file))
+    [first, *rest] = [row for row in content if row[key]]
+    [text, *others] = first[key]
+    write_json(tmp_path / f"{file}.json", [first | {key: [text, text, *others]}, *rest])
+    assert len(opened(settings, texts=file)) == number and "that repeat an earlier one" in caplog.text
+    word = "phrase" if key == "regions" else "question"
+    write_json(tmp_path / f"{file}.json", [first | {key: [text, text | {word: "other"}, *others]}, *rest])
+    with refused(f"{file}.json", "listed twice"):
+        opened(settings, texts=file)
+
+
 @pytest.mark.parametrize(
     ("file", "content", "parts"),
     [
