@@ -7,12 +7,8 @@ Shape legend: see `detector/structures.py`.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
-import logging
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,50 +17,18 @@ from typing import Literal
 import numpy as np
 import torch
 from jaxtyping import Float, Int64, Num, UInt8
-from PIL import Image, ImageOps, UnidentifiedImageError
-from PIL import features as pil_features
-from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH
+from PIL import Image
 from torch import Tensor
 from torchvision.ops import clip_boxes_to_image
 
 from detector.boxes import Array
 from detector.config import InputConfig, Rounding
-from detector.errors import UserError, reading
+from detector.errors import UserError
+from detector.image_files import read_image
 from detector.structures import ImageBatch
 
 Pixels = UInt8[np.ndarray, "height width 3"]
 ChannelOrder = Literal["BGR", "RGB"]
-
-logger = logging.getLogger(__name__)
-
-ORIENTATION_TAG = 0x0112  # of EXIF
-# EXIF orientations that exchange the sides of an image -> what undoes `ImageOps.exif_transpose`
-AS_STORED = {
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_90,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_270,
-}
-
-# Detected from the file's content, not its name. PIL supports about forty more, one of which runs a program (EPS).
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
-if "avif" in pil_features.modules and pil_features.check("avif"):  # since Pillow 11.3
-    FORMATS += ("AVIF",)
-
-# First bytes of files that people take for images, for error messages: HEIC photos are MP4 containers, like videos.
-OTHER_KINDS = {
-    "a HEIC photo": rb".{4}ftyp(hei[cxms]|hev[cmxs]|mif1|msf1)",
-    "an AVIF image": rb".{4}ftypavi[fs]",
-    "a JPEG XL image": rb"\xff\x0a|.{4}JXL ",
-    "a JPEG 2000 image": rb".{4}jP  |\xff\x4f\xff\x51",
-    "a video": rb".{4}ftyp|\x1a\x45\xdf\xa3|RIFF.{4}AVI ",
-    "a Photoshop file": rb"8BPS",
-    "a PDF": rb"%PDF",
-    "an HTML page": rb"\s*(<!doctype html|<html)",
-    "an SVG drawing": rb"\s*(<\?xml|<svg)",
-    "a pointer of Git LFS, without the image": rb"version https://git-lfs",
-}
-KIND_BYTES = 64  # that tell the kind
 
 
 @dataclass(frozen=True)
@@ -124,7 +88,7 @@ def load_image(
             were drawn. Square images, and those that EXIF flips or turns upside down, do not show how they were
             annotated; they are read upright.
     """
-    return _to_array(_read(path, str(path), annotated_size), channel_order)
+    return _to_array(read_image(path, str(path), annotated_size), channel_order)
 
 
 def load_resized(
@@ -143,30 +107,11 @@ def load_resized(
     Returns:
         the resized image, and (height, width) of the original image, upright or as it is stored.
     """
-    original = _read(image, name or ("in memory" if isinstance(image, bytes) else str(image)), annotated_size)
+    if name is None:
+        name = "in memory" if isinstance(image, bytes) else str(image)
+    original = read_image(image, name, annotated_size)
     size = (original.height, original.width)
     return _to_array(resize_image(original, rule.target_size(*size)), channel_order), size
-
-
-def read_size(path: str | Path, annotated_size: tuple[int, int] | None = None) -> tuple[int, int]:
-    """Return the (height, width) in which `load_image` reads an image file, without decoding its pixels.
-
-    Args:
-        annotated_size: see `load_image`.
-
-    Raises:
-        UserError: the file is no image of a supported format.
-    """
-    with reading(f"Image {path}", Exception), _open(path, str(path)) as image:  # PIL raises many types
-        stored_size = image.height, image.width
-        if image.format == "TIFF":  # newer versions of PIL give the upright size before the pixels are decoded
-            stored_size = image.tag_v2[IMAGELENGTH], image.tag_v2[IMAGEWIDTH]
-        orientation = 1
-        if image.format != "PNG" or "exif" in image.info:  # to look for it behind the pixels, PIL decodes a PNG
-            with contextlib.suppress(Exception):  # damaged EXIF data
-                orientation = image.getexif().get(ORIENTATION_TAG, 1)
-    is_upright = orientation not in AS_STORED or annotated_size == stored_size
-    return stored_size if is_upright else stored_size[::-1]
 
 
 def resize_image(image: Image.Image, size: tuple[int, int]) -> Image.Image:
@@ -226,76 +171,9 @@ def normalise_images(
     return dataclasses.replace(images, pixels=pixels)
 
 
-def name_kind(start: bytes) -> str | None:
-    """Name what a file is that begins with these bytes and is in none of `FORMATS`; None: unknown."""
-    if not start:
-        return "an empty file"
-    return next((kind for kind, pattern in OTHER_KINDS.items() if re.match(pattern, start, re.DOTALL | re.I)), None)
-
-
 def _to_array(image: Image.Image, channel_order: ChannelOrder) -> Pixels:
     content = bytearray(image.tobytes("raw", channel_order))  # PIL reverses channels faster than numpy
     return np.frombuffer(content, dtype=np.uint8).reshape(image.height, image.width, 3)
-
-
-def _read(source: str | Path | bytes, name: str, annotated_size: tuple[int, int] | None = None) -> Image.Image:
-    """Read an RGB image and apply its EXIF orientation, unless it was annotated without; see `load_image`."""
-    with reading(f"Image {name}", Exception), _open(source, name) as image:  # PIL raises many types
-        orientation = 1
-        with contextlib.suppress(Exception):  # damaged EXIF data
-            orientation = image.getexif().get(ORIENTATION_TAG, 1)
-        image.load()
-        with contextlib.suppress(Exception):
-            ImageOps.exif_transpose(image, in_place=True)
-        has_exchanged_sides = annotated_size == (image.width, image.height) and image.width != image.height
-        if has_exchanged_sides and orientation in AS_STORED:
-            image = image.transpose(AS_STORED[orientation])
-            _log_once(
-                "Image %s was annotated without its EXIF rotation, and is read as it is stored, like all such images.",
-                name,
-            )
-        if image.mode.startswith(("I", "F")):  # 16-bit grey; PIL's own conversion would clip it at 255
-            values = np.asarray(image)
-            if image.mode == "F" or values.min() < 0 or values.max() > 65535:
-                raise ValueError("its pixels have 32 bits; save it with 8 or 16 bits per channel")
-            return Image.fromarray((values >> 8).astype(np.uint8)).convert("RGB")
-        if "transparency" in image.info:  # PIL warns about a direct conversion to RGB
-            return image.convert("RGBA").convert("RGB")
-        return image.convert("RGB")
-
-
-_logged: set[str] = set()  # messages of this process
-
-
-def _log_once(message: str, name: str) -> None:
-    if message not in _logged:
-        _logged.add(message)
-        logger.warning(message, name)
-
-
-def _open(source: str | Path | bytes, name: str) -> Image.Image:
-    """Open an image file; HEIC photos need the package pillow-heif."""
-    is_content = isinstance(source, bytes)
-    try:
-        return Image.open(io.BytesIO(source) if is_content else source, formats=FORMATS)
-    except UnidentifiedImageError:
-        content = source if is_content else Path(source).read_bytes()
-        kind = name_kind(content[:KIND_BYTES])
-    if kind is None:
-        formats = ", ".join(FORMATS)
-        raise UserError(f"Image {name}: damaged or in another format than {formats}; replace it or convert it.")
-    if kind == "a HEIC photo":
-        advice = "pip install pillow-heif, or convert it to JPEG"
-        with contextlib.suppress(ImportError):
-            from pillow_heif import register_heif_opener
-
-            register_heif_opener()
-            return Image.open(io.BytesIO(content), formats=("HEIF",))
-    elif kind == "an AVIF image":
-        advice = "pip install 'pillow>=11.3', or convert it to JPEG"
-    else:
-        advice = "check its address, replace it, or convert it to JPEG or PNG"
-    raise UserError(f"Image {name} is {kind}, which cannot be read; {advice}.")
 
 
 def mask_rectangles(

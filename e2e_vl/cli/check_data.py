@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from detector.errors import MissingFileError
+from detector.image_files import read_size
 from detector.io import write_json
 from e2e_vl.cli.main import make_parser, parse_with_settings, print_errors
 from e2e_vl.config import BoxSource, RunConfig, load_config
@@ -329,8 +330,6 @@ class SplitReader:
 
     def _file_size(self, image: SampleImage, file: Path) -> tuple[int, int] | None:
         """(height, width) of an image file; None if it cannot be read, which is a problem unless training skips it."""
-        from detector.images import read_size
-
         try:
             return read_size(file, image.size)
         except MissingFileError:

@@ -9,15 +9,16 @@ All boxes here are continuous xyxy, float [R, 4].
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Sequence
 
 import numpy as np
 
 from detector.errors import UserError
+from detector.logs import OnceFilter
 
 logger = logging.getLogger(__name__)
+logger.addFilter(OnceFilter())  # a file is opened for several splits and box sources
 
 MARGIN = 1.0  # pixels by which a box may exceed its image: corners are often rounded, or counted from 1
 MAX_SHARE_OUTSIDE = 0.01  # of the boxes of a file
@@ -98,10 +99,11 @@ def warn_of_boxes_outside(boxes: np.ndarray, sizes: np.ndarray, image_ids: Seque
     remedy = "check that they are [x, y, width, height] in pixels of these images"
     if look_like_corners(boxes, sizes):
         remedy = "they look like corners [x1, y1, x2, y2]; convert them to [x, y, width, height]"
-    _warn_once(
+    message = (
         f"{where}: {outside.sum()} of {len(boxes)} boxes reach outside their image by more than a pixel, such as "
         f"[{x1:g}, {y1:g}, {x2 - x1:g}, {y2 - y1:g}] of image {image_ids[row]} of {width} x {height} pixels; {remedy}."
     )
+    logger.warning("%s", message, extra={"once": message})
 
 
 def _warn_of_normalised_images(boxes: np.ndarray, image_ids: Sequence[object], where: str) -> None:
@@ -116,14 +118,9 @@ def _warn_of_normalised_images(boxes: np.ndarray, image_ids: Sequence[object], w
         rows_of.pop(image_ids[row], None)
     normalised = [image_id for image_id, rows in rows_of.items() if are_normalised(boxes[rows])]
     if normalised:
-        _warn_once(
+        message = (
             f"{where}: all boxes of {len(normalised)} images lie in their first pixels, such as those of image "
             f"{normalised[0]}; if they are normalised to 0 .. 1, multiply them by the width and height of the image, "
             "because boxes are in pixels."
         )
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    """Log a warning once per process, although a file is opened for several splits and box sources."""
-    logger.warning("%s", message)
+        logger.warning("%s", message, extra={"once": message})

@@ -15,11 +15,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image
 
 from detector.errors import MissingFileError, UserError, first_line, reading, user_path
+from detector.image_files import read_orientation
 from e2e_vl.io import is_listed
 from e2e_vl.samples import ImageBytes
+
+logger = logging.getLogger(__name__)
 
 ImageFile = Path | ImageBytes
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".avif", ".heic", ".heif")
@@ -27,9 +30,7 @@ MAX_DOWNLOAD = 64 << 20  # bytes of an image at an address
 TIMEOUT = 30  # seconds without an answer from its server
 CHANNELS = (1, 3, 4)  # of an array: grey, RGB, RGBA
 
-_ORIENTATION = 0x0112  # the EXIF tag
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")  # modes that PNG stores without loss
-logger = logging.getLogger(__name__)
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+:", re.IGNORECASE)  # no drive of Windows, which has one letter
 
 
@@ -136,9 +137,10 @@ def _from_pil(image: Image.Image) -> ImageBytes:
     with reading("The image given", Exception):  # PIL raises many types
         stored = pixels.copy() if pixels.mode in _PNG_MODES else pixels.convert("RGB")
         stored.info = {}  # metadata such as a transparent colour may be invalid in a PNG
-        stream, upright = io.BytesIO(), Image.Exif()
-        upright[_ORIENTATION] = int(image.getexif().get(_ORIENTATION, 1))
-        stored.save(stream, "PNG", compress_level=1, exif=upright)
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = read_orientation(image)
+        stream = io.BytesIO()
+        stored.save(stream, "PNG", compress_level=1, exif=exif)
     return ImageBytes(stream.getvalue(), "(the image given)")
 
 

@@ -11,7 +11,6 @@ test-dev2015)
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 from collections import Counter
@@ -24,6 +23,7 @@ from msgspec import Meta
 
 from detector.errors import UserError
 from detector.io import read_json
+from detector.logs import OnceFilter
 from e2e_vl.data.base import (
     DataFiles,
     DataNeeds,
@@ -40,6 +40,7 @@ from e2e_vl.io import Id, Record, Words
 from e2e_vl.samples import HumanAnswers, SampleImage
 
 logger = logging.getLogger(__name__)
+logger.addFilter(OnceFilter())  # a split is opened for each of its box sources
 
 NUM_ANSWERS = 10  # human answers to a question, which the official accuracy expects
 
@@ -124,7 +125,7 @@ def read_questions(questions: Path, annotations: Path | None = None, split: str 
             question.answers = tuple(human_answer.answer for human_answer in answer.answers)
             question.most_frequent = answer.multiple_choice_answer
             if question.most_frequent is None:
-                [(question.most_frequent, _)] = Counter(question.answers).most_common(1)
+                question.most_frequent = Counter(question.answers).most_common(1)[0][0]
             question.answer_type, question.question_type = answer.answer_type, answer.question_type
         found.append(question)
     distinct = drop_repeats(found, skipped, "questions")
@@ -207,17 +208,16 @@ def _complete_answers(questions: Sequence[VQAQuestion], files: DataFiles, split:
         for question in incomplete:
             question.answers = tuple(itertools.islice(itertools.cycle(question.answers), NUM_ANSWERS))
         return
+    annotations = files.path("annotations", split=split)
     fewest = min(incomplete, key=lambda question: len(question.answers))
-    counts = len(incomplete), len(questions)
-    _warn_of_few_answers(files.path("annotations", split=split), counts, fewest.id, len(fewest.answers))
-
-
-@functools.cache
-def _warn_of_few_answers(annotations: Path, counts: tuple[int, int], question: Id, answers: int) -> None:
-    """Log a warning once, although a split is opened for each of its box sources."""
     logger.warning(
         "%s: %d of %d questions have fewer than ten answers, such as question %s with %d. In the official accuracy and "
         "in training, a single answer scores 0, two equal ones score 0.33, and three 0.67; set "
         "data.config.repeat_answers=true to repeat answers until there are ten.",
-        *(annotations, *counts, question, answers),
+        annotations,
+        len(incomplete),
+        len(questions),
+        fewest.id,
+        len(fewest.answers),
+        extra={"once": str(annotations)},
     )

@@ -6,22 +6,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import Image
 
+from detector.images import load_image
 from e2e_vl.data.annotation_tools import Photos
 from e2e_vl.data.annotation_tools.records import split_of_path
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_boxes_turn_as_pillow_turns_the_photo(tmp_path, orientation):
+@pytest.mark.parametrize("name", ["a.png", "a.tiff"])
+def test_boxes_turn_as_the_photo_turns(tmp_path, name, orientation):
     pixels = np.zeros((80, 100), dtype=np.uint8)
     pixels[20:60, 10:25] = 255
     exif = Image.Exif()
     exif[0x0112] = orientation
-    Image.fromarray(pixels).save(tmp_path / "a.png", exif=exif)
-    photo = Photos(tmp_path).read("a.png")
-    with Image.open(tmp_path / "a.png") as image:
-        upright = np.asarray(ImageOps.exif_transpose(image))
+    Image.fromarray(pixels).save(tmp_path / name, exif=exif)
+    photo = Photos(tmp_path).read(name)
+    upright = load_image(tmp_path / name)[:, :, 0]
     assert photo.size == upright.shape[::-1] and photo.is_rotated == (orientation >= 5)
     if photo.is_rotated:
         x1, y1, x2, y2 = photo.turn_upright(np.array([[10.0, 20, 25, 60]]))[0].astype(int)

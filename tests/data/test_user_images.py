@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from detector.errors import UserError
-from detector.images import ResizeRule, load_image, load_resized, name_kind
+from detector.images import ResizeRule, load_image, load_resized
 from e2e_vl.data import user_images
 from e2e_vl.data.user_images import expand_images, find_images, list_items, natural_key, to_image_file
 
@@ -127,23 +127,6 @@ def test_files_in_memory_and_addresses_without_a_network(tmp_path):
             assert to_image_file(form).content == content
     for form in (path, str(path), np.str_(path), path.as_uri()):
         assert to_image_file(form) == path
-
-
-@pytest.mark.parametrize(
-    ("start", "kind"),
-    [
-        (b"\0\0\0\x18ftypheic", "a HEIC photo"),
-        (b"\0\0\0\x18ftypmif1", "a HEIC photo"),
-        (b"\0\0\0\x18ftypavif", "an AVIF image"),
-        (b"\0\0\0\x18ftypisom", "a video"),
-        (b"\0\0\0\x0cJXL ", "a JPEG XL image"),
-        (b"%PDF-1.7", "a PDF"),
-        (b" <svg>", "an SVG drawing"),
-        (b"garbage", None),
-    ],
-)
-def test_what_other_files_are(start, kind):
-    assert name_kind(start) == kind
 
 
 def test_heic_photos_need_a_package(monkeypatch):

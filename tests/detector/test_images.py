@@ -10,6 +10,7 @@ from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 from detector.config import InputConfig
 from detector.errors import MissingFileError, UserError
+from detector.image_files import read_size
 from detector.images import (
     ResizeRule,
     load_image,
@@ -18,7 +19,6 @@ from detector.images import (
     mask_pixels,
     mask_rectangles,
     normalise_images,
-    read_size,
     resize_image,
 )
 

@@ -9,13 +9,12 @@ from typing import NamedTuple
 from urllib.parse import unquote
 
 import numpy as np
-from PIL import Image
 
-from detector.errors import MissingFileError, UserError, reading
+from detector.errors import MissingFileError, UserError
+from detector.image_files import AS_STORED, read_header
 from e2e_vl.data.annotation_tools.files import list_files
 
 PHOTOS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
-_ORIENTATION = 0x0112  # the EXIF tag
 _OTHER_FORMATS = (".heic", ".heif", ".avif", ".gif", ".jp2", ".psd", ".svg", ".dng", ".cr2", ".nef", ".arw")
 _UPLOAD_PREFIX = re.compile(r"^[0-9a-f]{8}-")  # Label Studio's
 _LOCAL_FILE = re.compile(r"^.*\?d=")  # Label Studio's address of a file that was not uploaded
@@ -37,7 +36,7 @@ class Photo(NamedTuple):
     @property
     def is_rotated(self) -> bool:
         """Whether the file stores a raster whose sides are swapped."""
-        return self.orientation >= 5
+        return self.orientation in AS_STORED
 
     def turn_upright(self, boxes: np.ndarray) -> np.ndarray:
         """Move boxes, xyxy float [R, 4], from the stored raster of a rotated photo to the upright photo."""
@@ -94,6 +93,7 @@ class Photos:
         """
         *folders, last = PureWindowsPath(name).parts or ("",)  # splits at slashes of both kinds
         local = unquote(_LOCAL_FILE.sub("", last))
+        paths: list[PurePosixPath] = []
         for written in (last, local, local.partition("?")[0], _UPLOAD_PREFIX.sub("", local)):
             word = _normalise(PureWindowsPath(written).name)
             paths = self._by_name.get(word) or self._by_stem.get(word, [])
@@ -101,7 +101,10 @@ class Photos:
                 break
         if not paths and _UPLOAD_PREFIX.match(local):
             paths = self._by_upload.get(_normalise(_UPLOAD_PREFIX.sub("", local)), [])
-        ranks = [(len({*folders} & {*path.parts[:-1]}), last in (path.name, path.stem)) for path in paths]
+        ranks: list[tuple[int, bool]] = []
+        for path in paths:
+            shared_folders = set(folders) & set(path.parts[:-1])
+            ranks.append((len(shared_folders), last in (path.name, path.stem)))
         best = max(ranks, default=None)
         return [path.as_posix() for path, rank in zip(paths, ranks, strict=True) if rank == best]
 
@@ -119,15 +122,9 @@ class Photos:
     def read(self, photo: str) -> Photo:
         """Size and orientation of a photo, from the beginning of its file."""
         if photo not in self._read:
-            path = self.folder / photo
-            with reading(path, Exception), Image.open(path) as image:  # PIL raises many types
-                width, height = image.size
-                orientation = image.getexif().get(_ORIENTATION, 1)
-            if orientation not in range(1, 9):  # some cameras write 0
-                orientation = 1
-            if orientation >= 5:
-                width, height = height, width
-            self._read[photo] = Photo(photo, width, height, orientation)
+            header = read_header(self.folder / photo)
+            height, width = header.upright_size
+            self._read[photo] = Photo(photo, width, height, header.orientation)
         return self._read[photo]
 
     def size(self, photo: str) -> tuple[int, int]:
