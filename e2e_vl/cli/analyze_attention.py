@@ -20,7 +20,6 @@ figures, and overlays/*.jpg (regions coloured by the attention of phrases). See 
 from __future__ import annotations
 
 import argparse
-import sys
 import typing
 from pathlib import Path
 
@@ -83,7 +82,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     chosen.require_parses(given=args.parses is not None or args.spacy is not None)
     for head in args.heads:
         parse_head(head, chosen.first_number)
-    status = run_in_processes(args, ["analyze-attention", *(sys.argv[1:] if argv is None else argv)])
+    status = run_in_processes(args, "analyze-attention", argv)
     if status is not None:
         return status
     from e2e_vl.analysis.run import AnalysisArguments, analyze_attention  # late: imports torch

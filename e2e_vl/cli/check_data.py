@@ -149,8 +149,8 @@ def check_data(
     places = {"the detector's training images": detector_photos}
     for name, other in others.items():
         split = other.data.train_split
-        others_parts = RunParts(other, model=None, tokenizer=None)  # only its photos are compared
-        reader = SplitReader(other, split, [BoxSource(other.data.boxes.train)], photo_ids, max_images, others_parts)
+        without_model = RunParts(other, model=None, tokenizer=None)  # only its photos are compared
+        reader = SplitReader(other, split, [BoxSource(other.data.boxes.train)], photo_ids, max_images, without_model)
         places[f"the training split {split} of {name}"] = reader.photo_ids
     for split in evaluated:
         report, photos = read[split].report, read[split].photos
@@ -215,7 +215,9 @@ class SplitReader:
         from e2e_vl.run.build import open_split  # late: imports torch and transformers
 
         parts = RunParts.build(config) if parts is None else parts
-        self.config, self.model, self.tokenizer = parts.config, parts.model, parts.tokenizer
+        self.config = parts.config
+        self.model = parts.model
+        self.tokenizer = parts.tokenizer
         self.all_ids = all_ids
         self.is_training = split == config.data.train_split
         self.report = SplitReport(split)
@@ -238,9 +240,10 @@ class SplitReader:
             self._read(dataset, max_images)
         except (ValueError, OSError) as error:
             self._add_problem(f"{split}: {error}")
-        for problem in parts.problems if self.is_training else ():
-            if not any(problem in listed for listed in self.report.problems):
-                self._add_problem(problem)
+        if self.is_training:
+            for problem in parts.problems:
+                if not any(problem in listed for listed in self.report.problems):
+                    self._add_problem(problem)
         self.report.images, self.report.photos = len(self.photos), count_photos(self.photos.values())
 
     @property
@@ -248,7 +251,7 @@ class SplitReader:
         return set(itertools.chain.from_iterable(self.photos.values()))
 
     def _add_problem(self, problem: str) -> None:
-        """Add a problem, once although several texts or sources of boxes may have it."""
+        """Add a problem that several texts or sources of boxes may have, once."""
         if problem not in self._listed:
             self._listed.add(problem)
             self.report.problems.append(problem)
@@ -272,12 +275,12 @@ class SplitReader:
     def _open_boxes(self, dataset: VLDataset, boxes: Sequence[BoxSource]) -> None:
         """Open the files of boxes, and prepare the encoding of texts."""
         from e2e_vl.data.image_loader import ImageLoader
-        from e2e_vl.run.build import build_loader, join_examples
+        from e2e_vl.run.build import build_loader, make_examples
 
-        config, model, split, training = self.config, self.model, self.report.split, self.is_training
+        config, split = self.config, self.report.split
         for source in boxes:
             try:
-                loader = build_loader(config, model, dataset, source, training=training)
+                loader = build_loader(config, self.model, dataset, source, training=self.is_training)
                 loader.require_images(dataset.image_keys(), split)
             except (ValueError, OSError) as error:
                 self._add_problem(f"{split}: {error}")
@@ -286,8 +289,10 @@ class SplitReader:
             rules = dataclasses.replace(loader.rules, mask_size=None)
             self.loaders.append(ImageLoader(rules, source, loader.box_reader))
         if self.tokenizer is not None:
-            loader = build_loader(config, model, None, BoxSource.ONLINE)
-            self.examples = join_examples(config, model, self.tokenizer, dataset, loader, split, training=training)
+            loader = build_loader(config, self.model, None, BoxSource.ONLINE)
+            self.examples = make_examples(
+                config, self.model, self.tokenizer, dataset, loader, split, training=self.is_training
+            )
             limits = [config.data.max_text_length, self.examples.max_text_length]
             self.text_limit = min((limit for limit in limits if limit is not None), default=None)
 

@@ -11,6 +11,7 @@ OUTPUT/boxes.html with the boxes drawn on the photos, and prints the command tha
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import shlex
@@ -50,9 +51,10 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     remarks = Remarks(source)
     ignored = [path for path in files.values() if path != source]  # of an earlier conversion in the same folder
     boxes = read_boxes(source, photos, remarks, skip_missing=args.skip_missing, ignored=ignored)
-    rows = []
-    row_remarks = Remarks(source if args.expressions is None else user_path(args.expressions))
+    rows: list[Row] = []
+    row_remarks = Remarks(source)
     if args.expressions is not None:
+        row_remarks = Remarks(user_path(args.expressions))
         rows = read_rows(row_remarks.source, row_remarks)
         if not rows:
             row_remarks.raise_errors()
@@ -191,21 +193,24 @@ def _find_annotation(
         remarks.note("expressions about missing photos are left out", row.where)
         return None
     if len(candidates) != 1:
+        remedy = "correct the names"
+        if not candidates:
+            remedy += ", or leave them out with --skip-missing"
         how_many = len(candidates) or "no"
-        remedy = "correct the names" if candidates else "correct the names, or leave them out with --skip-missing"
         remarks.refuse("photos that are not there or not unique", f"{row.where} ({how_many} {row.image})", remedy)
         return None
     boxes = boxes_of.get(candidates[0], {})
     if isinstance(row.box, tuple):
-        annotations = _overlapping(row.box, [box for same_id in boxes.values() for box in same_id])
+        annotations = _overlapping(row.box, list(itertools.chain.from_iterable(boxes.values())))
     else:
         annotations = boxes.get(str(row.box), [])
     if len(annotations) == 1:
         return annotations[0]
-    details = f"{row.where} '{row.text}' ({row.image} has no box {row.box}, but {', '.join(boxes) or 'none'})"
     if annotations:
         remarks.refuse("expressions about ids that several boxes have", f"{row.where} (box {row.box} of {row.image})")
     else:
+        ids = ", ".join(boxes) or "none"
+        details = f"{row.where} '{row.text}' ({row.image} has no box {row.box}, but {ids})"
         remarks.refuse("expressions about boxes that are not there", details)
     return None
 

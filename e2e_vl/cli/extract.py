@@ -238,7 +238,7 @@ def many_images(argv: list[str] | None = None, prog: str | None = None) -> int:
 
     images = list_images(args.images, args.root)
     given = None if args.boxes is None else read_given_boxes(args.boxes)
-    status = run_in_processes(args, ["extract", *(sys.argv[1:] if argv is None else argv)])
+    status = run_in_processes(args, "extract", argv)
     if status is not None:
         return status
     from e2e_vl.extraction.bulk import MAX_WAIT, ExtractionJob, extract_images, make_stamp  # late: imports torch

@@ -44,15 +44,21 @@ def add_process_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_in_processes(
-    args: argparse.Namespace, words: Sequence[str], check: Callable[[int], None] = lambda number: None
+    args: argparse.Namespace,
+    command: str,
+    argv: Sequence[str] | None,
+    check: Callable[[int], None] = lambda number: None,
 ) -> int | None:
-    """Run `e2e-vl WORDS` in the processes that the options ask for; returns the exit status.
-
-    Returns None if this process is to do the work itself: without the options, or because it was started here.
+    """Run a command of `e2e-vl` in the processes that its options ask for.
 
     Args:
-        args: parsed by `add_process_options`.
+        args: the parsed options, with those of `add_process_options`.
+        argv: the words after the command; None: those of this process.
         check: raises an error if the command cannot run in this number of processes.
+
+    Returns:
+        The exit status; None if this process is to do the work itself: without the options, or because it was started
+        here.
     """
     if LAUNCHED in os.environ or (args.num_processes is None and args.accelerate_config is None):
         return None
@@ -62,7 +68,8 @@ def run_in_processes(
         )
     number, environment = process_settings(args)
     check(number)
-    return start_processes([sys.executable, "-m", "e2e_vl", *words], number, environment)
+    words = sys.argv[1:] if argv is None else argv
+    return start_processes([sys.executable, "-m", "e2e_vl", command, *words], number, environment)
 
 
 def process_settings(args: argparse.Namespace) -> tuple[int, dict[str, str]]:
@@ -104,8 +111,15 @@ def start_processes(call: Sequence[str], number: int, environment: Mapping[str, 
     Returns:
         The exit status: that of the process that failed first, or 128 + the signal that stopped them, or 0.
     """
-    common = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number), LAUNCHED: "1"}
-    common |= {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // number, 1)), **os.environ, **common, **environment}
+    common = {
+        "OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // number, 1)),
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "WORLD_SIZE": str(number),
+        "LOCAL_WORLD_SIZE": str(number),
+        LAUNCHED: "1",
+        **environment,
+    }
     if Path("/sys/class/net/lo").exists():  # gloo would look up the host's name, which containers may not know
         common.setdefault("GLOO_SOCKET_IFNAME", "lo")
     processes = []
@@ -136,9 +150,11 @@ def send_to_group(process: subprocess.Popen, signal_number: int) -> None:
 def supervise(processes: Sequence[subprocess.Popen]) -> int:
     """Wait for processes, and pass signals on to them; returns the exit status, see `start_processes`.
 
-    Each process is started with `start_new_session=True`.
     After a signal they have as long as they need to save. After a failure the others, which may wait forever for the
     one that failed, have PATIENCE.
+
+    Args:
+        processes: each one started with `start_new_session=True`.
     """
     passed_on: list[int] = []
 

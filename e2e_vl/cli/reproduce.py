@@ -17,6 +17,7 @@ format.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
@@ -119,7 +120,9 @@ class Chain:
         from_published: bool | None = None,
     ) -> None:
         self.paper, self.name, self.row, self.data, self.output = paper, name, row, data, output
-        self.settings, self.seed, self.from_published = settings, seed, from_published
+        self.settings = settings
+        self.seed = seed
+        self.from_published = from_published
         self.steps: dict[str, Step] = {}
         self.files: dict[str, PublishedFile] = {}
         for number in row.numbers.values():
@@ -181,7 +184,8 @@ class Chain:
             target = names.get(match[1], match[1])
             if target not in self.paper.steps and target not in self.paper.files:
                 return target if match[1] in names else match[0]
-            place, step = self.place(target), self.paper.steps.get(target)
+            place = self.place(target)
+            step = self.paper.steps.get(target)
             if step is not None and step.best and not self.is_replaced(target):
                 place /= "best"
             # data.files are relative to data.root
@@ -247,7 +251,8 @@ class Chain:
         for name in self.steps:
             words = self.command(name)
             is_single = launch is None or words[0] in SINGLE_PROCESS
-            yield f"{'e2e-vl' if is_single else f'{launch} -m e2e_vl'} {shlex.join(words)}"
+            start = "e2e-vl" if is_single else f"{launch} -m e2e_vl"
+            yield f"{start} {shlex.join(words)}"
 
     def run(self, launch: str) -> None:
         """Run the steps that are not finished; when one is, OUTPUT/STEP.log has its command and what it printed."""
@@ -285,7 +290,7 @@ def _describe_training(name: str, step: Step, words: list[str], *, with_estimate
     steps_per_epoch = math.ceil((step.samples or 0) / train.images_per_batch)
     steps = train.max_steps or math.ceil(train.epochs * steps_per_epoch)
     examples = steps * train.images_per_batch
-    gpus = f"{step.processes} GPU{'s' * (step.processes > 1)}"
+    gpus = "1 GPU" if step.processes == 1 else f"{step.processes} GPUs"
     yield f"   {examples:,} examples in {steps:,} steps of {train.images_per_batch}, on {gpus}"
     if not with_estimate or not step.samples:
         return
@@ -353,11 +358,14 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     output = args.output or Path("runs") / args.paper
 
     def chains_of(name: str, row: Row, *, from_published: bool | None) -> list[Chain]:
-        parts = paper, name, row, args.data, output, args.set
-        return [Chain(*parts, seed, from_published=from_published) for seed in args.seeds]
+        """The chain of a row for each seed."""
+        chain = functools.partial(Chain, paper, name, row, args.data, output, args.set, from_published=from_published)
+        return [chain(seed) for seed in args.seeds]
 
     if args.script is not None:
-        short = [chain for name, row in rows.items() for chain in chains_of(name, row, from_published=True)]
+        short: list[Chain] = []
+        for name, row in rows.items():
+            short += chains_of(name, row, from_published=True)
         write_script(args.script, f"{paper.title}: {args.table} {args.row}", short, args.launch)
         print(f"{args.script} has the shortest chain of {', '.join(rows)}; run it in the same folder as this command.")
         return 0

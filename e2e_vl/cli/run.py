@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from pathlib import Path
 
 from e2e_vl.cli.main import make_parser, parse_with_settings, print_errors
@@ -77,8 +76,7 @@ def train(argv: list[str] | None = None, prog: str | None = None) -> int:
         return 0
     if not args.resume and os.environ.get("RANK", "0") == "0":
         refuse_to_overwrite(Path(config.output))  # likewise
-    words = ["train", *(sys.argv[1:] if argv is None else argv)]
-    status = run_in_processes(args, words, functools.partial(check_batch_size, config))
+    status = run_in_processes(args, "train", argv, functools.partial(check_batch_size, config))
     if status is not None:
         return status
     # suppress DDP's warning on every process that find_unused_parameters found none
@@ -104,7 +102,7 @@ def evaluate(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as data.root=DIR")
     args = parse_with_settings(parser, argv)
     load_config(find_model_folder(args.run) / "config.yaml", args.overrides)  # before torch is imported
-    status = run_in_processes(args, ["evaluate", *(sys.argv[1:] if argv is None else argv)])
+    status = run_in_processes(args, "evaluate", argv)
     if status is not None:
         return status
     from e2e_vl.run.evaluate import evaluate_run  # late: imports torch
@@ -139,7 +137,7 @@ def predict(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as data.root=DIR")
     args = parse_with_settings(parser, argv)
     load_config(find_model_folder(args.run) / "config.yaml", args.overrides)  # before torch is imported
-    status = run_in_processes(args, ["predict", *(sys.argv[1:] if argv is None else argv)])
+    status = run_in_processes(args, "predict", argv)
     if status is not None:
         return status
     from e2e_vl.run.evaluate import predict_split  # late: imports torch

@@ -328,10 +328,10 @@ def build_examples(
         dataset.check_classes(model.detector.num_classes, model.detector.class_names)
     loader = build_loader(config, model, dataset, boxes, training=training)
     loader.require_images(dataset.image_keys(), split)
-    return join_examples(config, model, tokenizer, dataset, loader, split, training=training)
+    return make_examples(config, model, tokenizer, dataset, loader, split, training=training)
 
 
-def join_examples(
+def make_examples(
     config: RunConfig,
     model: VisionLanguageModel,
     tokenizer: PreTrainedTokenizerBase,

@@ -106,6 +106,6 @@ def test_a_process_that_was_started_does_not_start_others(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     args = settings_of("--num-processes", "2")
     with pytest.raises(UserError, match="use it without `accelerate launch`"):
-        run_in_processes(args, [])
+        run_in_processes(args, "train", [])
     monkeypatch.setenv("E2E_VL_LAUNCHED", "1")
-    assert run_in_processes(args, []) is None
+    assert run_in_processes(args, "train", []) is None
