@@ -479,6 +479,8 @@ class CaptionDataset(VLDataset):
         name, part = self.source.name(group), self.source.part(group)
         size, objects = self.source.image_size(group), None
         if self.instances:
+            image_record = self.instances[part][name]
+            size = image_record.height, image_record.width
             objects = self.instances[part].objects(name)
         elif self.metadata:
             size, objects = read_detected_objects(self._metadata_file(group), self.min_object_score)

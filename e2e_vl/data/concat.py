@@ -19,7 +19,16 @@ from torch.utils.data import ConcatDataset
 
 from detector.errors import UserError
 from e2e_vl.config import BoxSource
-from e2e_vl.data.base import DataFiles, DataNeeds, VLDataset, check_boxes_source, normalise_class_name, open_options
+from e2e_vl.data.base import (
+    DataFiles,
+    DataNeeds,
+    JoinedSplit,
+    VLDataset,
+    check_boxes_source,
+    normalise_class_name,
+    open_options,
+    require_distinct_ids,
+)
 from e2e_vl.data.config import JoinedOptions, PartSettings
 from e2e_vl.data.image_loader import BoxReader, open_boxes_of
 from e2e_vl.data.tables import TextGroups, require_unique
@@ -62,6 +71,8 @@ class JoinedDataset(VLDataset):
         self._same_image: dict[tuple[str, str], list[int]] = {}  # groups of each image that several parts may have
         numbers: list[np.ndarray] = []
         counts: list[int] = []
+        splits_of: dict[type[VLDataset], list[JoinedSplit]] = {}
+        located_images_of: dict[type[VLDataset], list[tuple[ImageKey, str]]] = {}
         for name, part, own_files, own_options in self._parts_of(files, options, split):
             kind = DATASETS[part.name].cls
             check_boxes_source(kind, name, needs.boxes)
@@ -70,6 +81,10 @@ class JoinedDataset(VLDataset):
             groups, images = _kept_groups(name, part, dataset, files.root)
             if box_reader is not None:
                 box_reader.require_images(images, f"{split} of {name}")
+            splits = splits_of.setdefault(kind, [])
+            located_images_of.setdefault(kind, []).extend(_locate(part, dataset, images, first_split=len(splits)))
+            for values in dataset.parts:
+                splits.append(JoinedSplit(name, dataset.files_by_image_id(own_files, needs, values)))
             texts = np.fromiter(itertools.chain.from_iterable(groups), dtype=np.int64)
             ascending = np.sort(texts)
             self.members.append(JoinedPart(part.images or f"of {name}", dataset, box_reader, ascending))
@@ -80,6 +95,8 @@ class JoinedDataset(VLDataset):
             numbers.append(self.starts[-1] + np.searchsorted(ascending, texts))
             counts += map(len, groups)
             self.starts.append(self.starts[-1] + len(texts))
+        for kind, splits in splits_of.items():  # other kinds may name the same places in other ways
+            require_distinct_ids(located_images_of[kind], splits)
         self.groups = TextGroups(np.concatenate(numbers), counts)
         datasets = [member.dataset for member in self.members]
         names = {tuple(map(normalise_class_name, dataset.class_names or ())) for dataset in datasets}
@@ -208,6 +225,21 @@ class JoinedDataset(VLDataset):
         number = bisect.bisect_right(self.starts, text, hi=len(self.members)) - 1
         member = self.members[number]
         return member, int(member.texts[text - self.starts[number]])
+
+
+def _locate(
+    part: PartSettings, dataset: VLDataset, images: Sequence[ImageKey], *, first_split: int
+) -> Iterator[tuple[ImageKey, str]]:
+    """Images of a part with their places; parts of one image set have the same images wherever they lie.
+
+    Args:
+        first_split: the index of the part's first split among those of all parts.
+    """
+    photo_of = dict(zip(dataset.image_keys(), dataset.photos(), strict=False))
+    for key in images:
+        location, name = photo_of[key]
+        place = f"{location}: {name}" if part.images is None else part.images
+        yield ImageKey(first_split + key.part, key.id), place
 
 
 def _kept_groups(

@@ -39,7 +39,7 @@ from tqdm.auto import tqdm
 from detector.errors import MissingFileError, UserError, reading, user_path
 from detector.io import atomic_file, read_json, write_json
 from e2e_vl.data.box_checks import require_pixels
-from e2e_vl.data.tables import require_unique
+from e2e_vl.data.tables import SkippedRecords, require_unique
 from e2e_vl.io import files_in
 
 # Optional columns with R rows, and their dtypes
@@ -264,6 +264,7 @@ class TsvStore(FeatureStore):
 
     def _scan(self) -> _Index:
         offsets: dict[str, int] = {}
+        skipped = SkippedRecords(self.path)
         position, size = 0, self.path.stat().st_size
         title = f"indexing {self.path.name}"
         with self.path.open("rb") as file, tqdm(total=size, desc=title, unit="B", unit_scale=True, delay=1) as bar:
@@ -271,9 +272,13 @@ class TsvStore(FeatureStore):
                 if position == 0:
                     mark = len(codecs.BOM_UTF8) if line.startswith(codecs.BOM_UTF8) else 0
                     line, position = line[mark:], mark
-                offsets[line.split(b"\t", 1)[0].decode("utf-8", "replace")] = position
+                image_id = line.split(b"\t", 1)[0].decode("utf-8", "replace")
+                if image_id in offsets:
+                    skipped.add("rows of images that have a later row", image_id)
+                offsets[image_id] = position
                 position += len(line)
                 bar.update(len(line))
+        skipped.log()
         return _Index(size, offsets)
 
     def read(self, image_id: str) -> RegionFeatures:

@@ -199,6 +199,15 @@ def test_folders_of_joined_splits_are_named_by_their_image_sets(root, tmp_path):
     assert folders == ["train2014", "val2014"]
 
 
+def test_boxes_are_of_images_of_the_size_in_the_instances(root, tmp_path):
+    content = json.loads((root / COCO["captions"].format(split="val")).read_text(encoding="utf-8"))
+    images = [{key: image[key] for key in ("id", "file_name")} for image in content["images"]]
+    write_json(tmp_path / "captions.json", content | {"images": images})
+    files = COCO | {"captions": str(tmp_path / "captions.json")}
+    image, original = (read(root, names, split="val", boxes="gt").sample((0,)).images[0] for names in (files, COCO))
+    assert image.size == original.size is not None
+
+
 def test_objects_of_vcrs_metadata_files(root):
     folder = root / "metadata"
     folder.mkdir(exist_ok=True)

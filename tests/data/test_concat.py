@@ -132,6 +132,21 @@ def test_each_part_reads_boxes_of_its_own(settings, tiny):
         opened(settings, "precomputed")
 
 
+def test_parts_that_share_a_file_of_boxes_need_different_ids(settings, tiny):
+    """Own data often number the photos from 1 in each part."""
+    said = msgspec.to_builtins(settings.config.parts["said"])
+    said["files"]["instances"] = str(tiny.instances_file)
+    other = said | {"files": said["files"] | {"images": "other"}}
+    same = DataSettings(name="joined", root=settings.root, config={"parts": {"said": said, "other": other}})
+    assert len(opened(same, "gt").groups) == 6, "both parts have the images `photos`"
+    for part in (said, other):
+        part["images"] = None
+    apart = DataSettings(name="joined", root=settings.root, config={"parts": {"said": said, "other": other}})
+    with refused(tiny.instances_file.name, "image 7", "split said", "split other"):
+        opened(apart, "gt")
+    assert len(opened(apart, "online").groups) == 6
+
+
 def test_what_does_not_fit(settings):
     with refused("data.config.parts", "split val"):
         opened(settings, split="val")

@@ -158,6 +158,15 @@ def test_names_in_upper_case_and_files_of_macos(layout: str, tmp_path: Path, rec
     assert sorted(store.ids) == sorted(record.image_id for record in records) and len(store["42"]) == 5
 
 
+def test_repeated_rows_of_a_tsv_file_are_counted(tmp_path: Path, records, caplog):
+    path = write("tsv", tmp_path, records)
+    first, *rest = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([first, *rest, first]))
+    image_id = first.split(b"\t")[0].decode()
+    assert sorted(open_features(path).ids) == sorted(record.image_id for record in records)
+    assert f"skipped 1 rows of images that have a later row: {image_id}" in caplog.text
+
+
 def test_a_tsv_file_of_pandas_with_a_byte_order_mark(tmp_path: Path, records):
     path = write("tsv", tmp_path, records)
     sidecar_path(path).unlink()
