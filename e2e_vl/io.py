@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
@@ -50,6 +50,15 @@ def box_corners(box: FourNumbers, where: str) -> FourNumbers:
             f"{where}: the box [x, y, width, height] = {list(box)} is empty or inverted; correct or remove the record"
         )
     return x, y, x + width, y + height
+
+
+def require_unique(ids: Iterable[Any], what: str, remedy: str = "remove one of them") -> None:
+    """Raise a UserError if an id occurs twice; `what` names the file and the kind of record."""
+    seen = set()
+    for id in ids:
+        if id in seen:
+            raise UserError(f"{what} {id} is listed twice; {remedy}")
+        seen.add(id)
 
 
 def read_text(path: str | Path) -> str:

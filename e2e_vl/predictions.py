@@ -14,7 +14,7 @@ import msgspec
 
 from detector.errors import UserError
 from detector.io import read_json, write_text
-from e2e_vl.io import Count, FourNumbers, Score, Side
+from e2e_vl.io import Count, FourNumbers, Score, Side, require_unique
 
 Box = FourNumbers  # xyxy
 Ranked = tuple[tuple[str, Score], ...]  # answers with their scores, best first
@@ -123,24 +123,22 @@ def box_text(box: Sequence[float]) -> str:
 
 
 def write_list(path: str | Path, entries: Iterable[Any], id_names: Sequence[str] = ()) -> None:
-    """Write one JSON list, an entry a line; raises UserError if two entries are equal in the keys `id_names`."""
+    """Write one JSON list, an entry a line.
+
+    Raises:
+        UserError: two entries are equal in the keys `id_names`.
+    """
     entries = list(entries)
-    require_distinct_entries(path, ([entry[name] for name in id_names] for entry in entries if id_names))
+    if id_names:
+        require_distinct_texts(path, ("/".join(str(entry[name]) for name in id_names) for entry in entries))
     lines = b",\n".join(map(msgspec.json.encode, entries))
     write_text(Path(path), f"[\n{lines.decode()}\n]\n")
 
 
-def require_distinct_entries(path: str | Path, ids: Iterable[Sequence[Any]]) -> None:
-    """Raise UserError if two entries of a submission have the same ids, as texts of joined data sets may."""
-    seen: set[tuple[Any, ...]] = set()
-    for entry_ids in map(tuple, ids):
-        if entry_ids in seen:
-            text_id = "/".join(map(str, entry_ids))
-            raise UserError(
-                f"{path}: two predictions have the id {text_id}; give the texts of joined data sets different ids, or "
-                "evaluate each data set alone"
-            )
-        seen.add(entry_ids)
+def require_distinct_texts(path: str | Path, ids: Iterable[str]) -> None:
+    """Raise UserError if two predictions of a submission are of texts with one id, as joined data sets may have."""
+    remedy = "give the texts of joined data sets different ids, or evaluate each data set alone"
+    require_unique(ids, f"{path}: the text", remedy)
 
 
 def read_predictions(path: Path, kind: type[Prediction]) -> list[Prediction]:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from detector.errors import UserError, user_path
 from detector.io import read_json
-from e2e_vl.data.tables import require_unique
-from e2e_vl.io import Record, read_text
+from e2e_vl.io import Record, read_text, require_unique
 
 ANSWERS_FILE = "answers.json"  # the answer vocabulary that is saved beside a model's weights
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from detector.errors import UserError, user_path
 from e2e_vl.config import BoxSource, DataSettings
-from e2e_vl.data.tables import SerializedList, TextGroups, require_unique
-from e2e_vl.io import Record
+from e2e_vl.data.tables import SerializedList, TextGroups
+from e2e_vl.io import Record, require_unique
 from e2e_vl.parts import check_name
 from e2e_vl.samples import ImageKey, Sample, SampleImage, SampleText
 
@@ -115,8 +115,9 @@ class VLDataset(abc.ABC):
         return (ImageKey(0, image_id) for image_id in self.image_ids())
 
     def photos(self) -> Iterable[tuple[Hashable, str]]:
-        """Where each image of `image_keys` lies, and its name there; two splits of a data set that share a photo have
-        an item in common.
+        """Where each image of `image_keys` lies, and its name there.
+
+        Two splits of a data set that share an image have an item in common.
         """
         return ((None, image_id) for image_id in self.image_ids())
 

@@ -43,7 +43,7 @@ from e2e_vl.data.base import (
     split_names,
 )
 from e2e_vl.data.box_checks import require_pixels
-from e2e_vl.data.coco import CocoInstances, open_instances
+from e2e_vl.data.coco import CocoInstances, encoded_objects, open_instances
 from e2e_vl.data.config import CLASS_NAMES, CaptionOptions
 from e2e_vl.data.tables import (
     Archives,
@@ -56,7 +56,7 @@ from e2e_vl.data.tables import (
     read_range,
 )
 from e2e_vl.data.vcr import read_detected_objects
-from e2e_vl.io import Count, Id, Name, Record, Side, files_in, is_listed
+from e2e_vl.io import Count, Id, Name, Record, Side, is_listed
 from e2e_vl.samples import CandidateBoxes, ImageBytes, ImageKey, Sample, SampleImage, SampleText
 
 logger = logging.getLogger(__name__)
@@ -299,8 +299,8 @@ class ShardCaptions(CaptionSource):
 
     def __init__(self, shards: str | Path, cache: str | Path) -> None:
         path = user_path(shards)
-        listed = files_in(path, (".tar",), deep=False) if path.is_dir() else sorted(path.parent.glob(path.name))
-        self.shards = [shard for shard in listed if is_listed(shard.name, (".tar",))]
+        paths = path.iterdir() if path.is_dir() else path.parent.glob(path.name)
+        self.shards = sorted(shard for shard in paths if is_listed(shard.name, (".tar",)))
         if not self.shards:
             raise MissingFileError(f"{path}: no shards (*.tar) found; check data.files.shards")
         self._index = cached_array(self.shards, Path(cache), "shards 3", self._find_records)
@@ -397,7 +397,7 @@ class CaptionDataset(VLDataset):
     def __init__(self, files: DataFiles, options: CaptionOptions, split: str, needs: DataNeeds) -> None:
         parts = _parts(options, split)
         splits = [JoinedSplit(values["split"], self.files_by_image_id(files, needs, values)) for values in parts]
-        self.source = _source(files, options, split, needs.boxes, [one.files for one in splits])
+        self.source = _source(files, options, split, needs.boxes, [joined.files for joined in splits])
         if isinstance(self.source, ShardCaptions) and needs.boxes in (BoxSource.DETECTIONS, BoxSource.PRECOMPUTED):
             self.source.require_distinct_names()
         self.groups = self.source.groups
@@ -454,10 +454,10 @@ class CaptionDataset(VLDataset):
 
     def contents(self) -> Iterable[np.ndarray]:
         yield from self.source.contents()
-        for lines in self.corpus.datasets if self.corpus is not None else ():
-            yield lines.offsets
-        for part, image_id in self.image_keys() if self.instances else ():
-            yield self.instances[part].encoded(image_id)
+        if self.corpus is not None:
+            for lines in self.corpus.datasets:
+                yield lines.offsets
+        yield from encoded_objects(self.instances, self.image_keys())
 
     def _metadata_file(self, group: int) -> Path:
         folder = self.metadata[self.source.part(group)]

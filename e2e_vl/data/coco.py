@@ -6,7 +6,7 @@ Batches consist of texts about images, so each image gets one empty text, whose 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,8 +19,8 @@ from e2e_vl.config import BoxSource
 from e2e_vl.data.base import DataFiles, DataNeeds, VLDataset
 from e2e_vl.data.box_checks import check_file_boxes
 from e2e_vl.data.config import NoOptions
-from e2e_vl.data.tables import RowIndex, SerializedList, require_unique
-from e2e_vl.io import FourNumbers, Id, Name, Record, Side, Words
+from e2e_vl.data.tables import RowIndex, SerializedList
+from e2e_vl.io import FourNumbers, Id, Name, Record, Side, Words, require_unique
 from e2e_vl.samples import AnnotatedObjects, Categories, ImageKey, Sample, SampleImage, SampleText
 
 logger = logging.getLogger(__name__)
@@ -212,6 +212,17 @@ class CocoInstances:
     def sample_image(self, image_id: Id, file: Path) -> SampleImage:
         image = self[image_id]
         return SampleImage(str(image.id), file, (image.height, image.width), self.objects(image_id))
+
+
+def encoded_objects(instances: Sequence[CocoInstances], images: Iterable[ImageKey]) -> Iterator[np.ndarray]:
+    """Yield the images of joined splits with their objects, for `tables.fingerprint`.
+
+    Args:
+        instances: of each joined split; empty: the data set has no annotated objects.
+    """
+    if instances:
+        for part, image_id in images:
+            yield instances[part].encoded(image_id)
 
 
 def open_instances(

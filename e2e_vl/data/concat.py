@@ -31,8 +31,8 @@ from e2e_vl.data.base import (
 )
 from e2e_vl.data.config import JoinedOptions, PartSettings
 from e2e_vl.data.image_loader import BoxReader, open_boxes_of
-from e2e_vl.data.tables import TextGroups, require_unique
-from e2e_vl.io import read_text
+from e2e_vl.data.tables import TextGroups
+from e2e_vl.io import read_text, require_unique
 from e2e_vl.parts import DATASETS
 from e2e_vl.samples import ImageKey, Sample, SampleImage, SampleText, TextPool
 

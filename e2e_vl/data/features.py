@@ -39,8 +39,8 @@ from tqdm.auto import tqdm
 from detector.errors import MissingFileError, UserError, reading, user_path
 from detector.io import atomic_file, read_json, write_json
 from e2e_vl.data.box_checks import require_pixels
-from e2e_vl.data.tables import SkippedRecords, require_unique
-from e2e_vl.io import files_in
+from e2e_vl.data.tables import SkippedRecords
+from e2e_vl.io import files_in, require_unique
 
 # Optional columns with R rows, and their dtypes
 OPTIONAL_COLUMNS = {

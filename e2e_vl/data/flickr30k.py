@@ -25,7 +25,7 @@ import numpy as np
 
 from detector.errors import UserError
 from e2e_vl.data.base import DataFiles, DataNeeds, JoinedSplit, RecordDataset, TextRecord, split_names
-from e2e_vl.data.coco import CocoInstances, open_instances
+from e2e_vl.data.coco import CocoInstances, encoded_objects, open_instances
 from e2e_vl.data.config import Flickr30KOptions
 from e2e_vl.data.tables import SerializedDict, SkippedRecords
 from e2e_vl.io import Record, read_text
@@ -107,7 +107,8 @@ def read_image_ids(path: str | Path) -> list[str]:
     if not ids or not all(one.isdecimal() for one in ids):
         raise UserError(f"{path} is not a list of image ids such as 1000092795, one per line")
     skipped = SkippedRecords(path)
-    for image_id in Counter(ids) - Counter(set(ids)):
+    repeats = Counter(ids) - Counter(set(ids))
+    for image_id in repeats.elements():
         skipped.add("repeats of image ids", image_id)
     skipped.log()
     return list(dict.fromkeys(ids))
@@ -181,8 +182,7 @@ class Flickr30KDataset(RecordDataset):
     def contents(self) -> Iterable[np.ndarray]:
         yield from super().contents()
         yield self.annotated.encoded
-        for part, image_id in self.image_keys() if self.instances else ():
-            yield self.instances[part].encoded(image_id)
+        yield from encoded_objects(self.instances, self.image_keys())
 
     def image(self, name: str, text: int) -> SampleImage:
         file, annotated = self.options.file(self.folder, name), self.annotated[name]

@@ -26,7 +26,7 @@ from msgspec import field
 from detector.errors import MissingFileError, UserError, user_path
 from e2e_vl.data.base import DataFiles, DataNeeds, JoinedSplit, RecordDataset, TextRecord, split_names
 from e2e_vl.data.box_checks import require_pixels
-from e2e_vl.data.coco import CocoInstances, open_instances
+from e2e_vl.data.coco import CocoInstances, encoded_objects, open_instances
 from e2e_vl.data.config import GQAOptions
 from e2e_vl.data.tables import SerializedDict, SerializedList, SkippedRecords, stream_dict
 from e2e_vl.io import Pixel, Record, Side, Words, files_in
@@ -218,7 +218,9 @@ class GQADataset(RecordDataset):
         self.instances: list[CocoInstances] = []  # of each split: COCO's objects
         # of all images: scene graphs, whose objects are the candidate boxes, where there are no instances; for the
         # metrics: answer choices and scene graphs; None: not needed
-        self.scene_graphs = self.choices = self.grounding_graphs = None
+        self.scene_graphs: SerializedDict[SceneGraph] | None = None
+        self.choices: SerializedDict[Choices] | None = None
+        self.grounding_graphs: SerializedDict[SceneGraph] | None = None
         # detection losses need classes; the objects of scene graphs have only free-text names
         if needs.objects or (needs.annotations and "instances" in files):
             self.instances = open_instances(files, self.parts, self.image_keys())
@@ -275,11 +277,9 @@ class GQADataset(RecordDataset):
 
     def contents(self) -> Iterable[np.ndarray]:
         yield from super().contents()
-        for part, image_id in self.image_keys():
-            if self.instances:
-                yield self.instances[part].encoded(image_id)
-            elif self.scene_graphs is not None:
-                yield self.scene_graphs.encoded_item(image_id)
+        yield from encoded_objects(self.instances, self.image_keys())
+        if self.scene_graphs is not None:
+            yield from map(self.scene_graphs.encoded_item, self.image_ids())
 
     def image(self, name: str, text: int) -> SampleImage:
         file = self.options.file(self.folder, name)

@@ -103,9 +103,10 @@ class NLVR2Dataset(RecordDataset):
 
     def contents(self) -> Iterable[np.ndarray]:
         yield from super().contents()
-        for part, name in self.image_keys() if self.instances else ():
-            instances = self.instances[part]
-            yield instances.encoded(self._ids_of_names[instances.path][name])
+        if self.instances:
+            for part, name in self.image_keys():
+                instances = self.instances[part]
+                yield instances.encoded(self._ids_of_names[instances.path][name])
 
     def image(self, name: str, text: int) -> SampleImage:
         example, place = self.texts[text], f"{name}{self.options.suffix}"

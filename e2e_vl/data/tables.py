@@ -27,6 +27,7 @@ from tqdm.auto import tqdm
 
 from detector.errors import MissingFileError, UserError, reading, user_path
 from detector.io import atomic_file, decode_json, decode_text, find_encoding
+from e2e_vl.io import require_unique
 
 logger = logging.getLogger(__name__)
 
@@ -136,15 +137,6 @@ def fingerprint(contents: Iterable[np.ndarray | list[Any] | dict[str, Any] | Non
     for value in contents:
         digest.update(np.ascontiguousarray(value).data if isinstance(value, np.ndarray) else encode(value))
     return digest.hexdigest()
-
-
-def require_unique(ids: Iterable[Any], what: str, remedy: str = "remove one of them") -> None:
-    """Raise a UserError if an id occurs twice; `what` names the file and the kind of record."""
-    seen = set()
-    for id in ids:
-        if id in seen:
-            raise UserError(f"{what} {id} is listed twice; {remedy}")
-        seen.add(id)
 
 
 class SkippedRecords:

@@ -235,7 +235,8 @@ class VisualGenomeDataset(RecordDataset):
         self.parts = [{"split": split}]
         images = list(stream_list(image_data := files.path("image_data", split=split), GenomeImage))
         image_of = {image.image_id: image for image in images}
-        skipped = SkippedRecords(path := files.path(options.texts, split=split))
+        path = files.path(options.texts, split=split)
+        skipped = SkippedRecords(path)
         kept = {"all": (True, False), "without": (False,), "only": (True,)}[options.coco]
 
         def texts() -> Iterator[GenomeText]:

@@ -33,7 +33,7 @@ from e2e_vl.data.base import (
     coco_image_set,
     split_names,
 )
-from e2e_vl.data.coco import CocoInstances, open_instances
+from e2e_vl.data.coco import CocoInstances, encoded_objects, open_instances
 from e2e_vl.data.config import VQAOptions
 from e2e_vl.data.tables import SkippedRecords, drop_repeats, stream_list
 from e2e_vl.io import Id, Record, Words
@@ -177,8 +177,7 @@ class VQADataset(RecordDataset):
 
     def contents(self) -> Iterable[np.ndarray]:
         yield from super().contents()
-        for part, image_id in self.image_keys() if self.instances else ():
-            yield self.instances[part].encoded(image_id)
+        yield from encoded_objects(self.instances, self.image_keys())
 
     def image(self, name: str, text: int) -> SampleImage:
         part = self.part_of(text)

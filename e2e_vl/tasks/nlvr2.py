@@ -29,7 +29,7 @@ from detector.structures import Loss
 from e2e_vl.drawing import draw_side_by_side
 from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, stacked
 from e2e_vl.io import Score
-from e2e_vl.predictions import Prediction, Ranked, require_distinct_entries
+from e2e_vl.predictions import Prediction, Ranked, require_distinct_texts
 from e2e_vl.samples import CorrectChoice, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import Head, PredictionSummary, Sizes, Task, Transform
@@ -96,7 +96,7 @@ def nlvr2_metrics(predictions: Sequence[NLVR2Prediction]) -> dict[str, float]:
 
 def write_submission(path: Path, predictions: Sequence[NLVR2Prediction]) -> None:
     """Write predictions in the official script's format: identifier,True or identifier,False without a header."""
-    require_distinct_entries(path, ([one.identifier] for one in predictions))
+    require_distinct_texts(path, (prediction.identifier for prediction in predictions))
     write_text(path, "".join(f"{one.identifier},{one.prediction}\n" for one in predictions))
 
 

@@ -39,5 +39,5 @@ def test_the_file_of_the_server(tmp_path):
     text = path.read_text(encoding="utf-8")
     assert json.loads(text) == [{"question_id": 7, "answer": "café"}, {"question_id": 3, "answer": "2"}]
     assert len(text.splitlines()) == 4  # an entry a line, and the brackets
-    with pytest.raises(UserError, match="two predictions have the id 3"):
+    with pytest.raises(UserError, match="the text 3 is listed twice"):
         write_submission(path, [prediction(3, "1", None), prediction(3, "2", None)])

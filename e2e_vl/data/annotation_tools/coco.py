@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from detector.errors import UserError
 from detector.io import read_json
 from e2e_vl.data.annotation_tools.files import relative_name
 from e2e_vl.data.annotation_tools.records import (
     Annotation,
     Remarks,
     enclosing_corners,
-    list_examples,
     split_of_folders,
     split_of_path,
 )
-from e2e_vl.io import FourNumbers, Id, Name, Record
+from e2e_vl.io import FourNumbers, Id, Name, Record, require_unique
 
 
 class _Image(Record):
@@ -57,8 +54,9 @@ def read_coco(path: Path, source: Path, remarks: Remarks) -> Iterator[Annotation
     """The boxes of a file. Categories without boxes are left out, such as the first one of Roboflow's files."""
     content = read_json(path, _CocoFile)
     file_name = relative_name(path, source)
-    _require_unique([image.id for image in content.images], f"{path}: image")
-    _require_unique([category.id for category in content.categories], f"{path}: category")
+    remedy = "export again, or give new ids"
+    require_unique((str(image.id) for image in content.images), f"{path}: image", remedy)
+    require_unique((str(category.id) for category in content.categories), f"{path}: category", remedy)
     images = {str(image.id): image for image in content.images}
     labels = {str(category.id): category.name for category in content.categories}
     for number, row in enumerate(content.annotations, start=1):
@@ -130,9 +128,3 @@ def _around_rotated(corners: FourNumbers, degrees: float) -> FourNumbers:
     cosine, sine = abs(np.cos(np.radians(degrees))), abs(np.sin(np.radians(degrees)))
     half_size = np.array([half_width * cosine + half_height * sine, half_width * sine + half_height * cosine])
     return enclosing_corners(np.stack([centre - half_size, centre + half_size]))
-
-
-def _require_unique(ids: Sequence[Id], what: str) -> None:
-    repeated = [id_ for id_, count in Counter(map(str, ids)).items() if count > 1]
-    if repeated:
-        raise UserError(f"{what} ids occur several times: {list_examples(repeated)}; export again, or give new ids.")
