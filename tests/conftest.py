@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -112,6 +113,16 @@ def own_log_handlers() -> Iterator[None]:
     for handler in logging.root.handlers[:]:
         if handler not in before and type(handler) is logging.StreamHandler:
             logging.root.removeHandler(handler)
+
+
+@pytest.fixture
+def default_signals() -> Iterator[None]:
+    """Ctrl-C and hang-up work as in a terminal, also where the tests run in the background, which ignores them."""
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    yield
+    for number, handler in previous.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -57,6 +57,7 @@ def test_closed_streams_are_replaced(monkeypatch: pytest.MonkeyPatch):
         list(tqdm(range(3), mininterval=0))
 
 
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize(
     ("number", "error"),
     [(signal.SIGTERM, StoppedRunError), (signal.SIGHUP, StoppedRunError), (signal.SIGINT, KeyboardInterrupt)],

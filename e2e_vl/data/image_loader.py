@@ -179,7 +179,7 @@ class DetectedBoxes(BoxReader):
         )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)  # a reader is equal to itself only, and hashable
 class StoredBoxes(BoxReader):
     """Boxes from files of region features: by descending score, or in stored order if they have no scores."""
 

@@ -153,7 +153,7 @@ def test_confidences_come_from_the_detector_or_from_the_order_of_a_file(scores, 
         boxes=[rows[1:]],
         texts=TextBatch(ones, ones, ones.bool()),
         image_index=torch.zeros(1, 1, dtype=torch.int64),
-        records=[{"text_index": 0, "file_name": "image", CAPTION_KEY: CAPTION}],
+        records=[{"text_index": 0, "file_name": "image", "image_size": (60, 80), CAPTION_KEY: CAPTION}],
     )
     of_text = gather_regions(regions, batch.images.sizes, batch.image_index, whole_image=True)
     maps = torch.zeros(1, 1, 10, 10)

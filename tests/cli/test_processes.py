@@ -54,6 +54,7 @@ def test_a_signal_is_passed_on_and_all_may_save(tmp_path, monkeypatch, capfd):
     assert capfd.readouterr().out.count("saved") == 3
 
 
+@pytest.mark.usefixtures("default_signals")
 def test_a_command_that_saves_is_waited_for(tmp_path, monkeypatch):
     """`e2e-vl reproduce` and Ctrl-C."""
     text = SAVE.replace("SIGTERM", "SIGINT").replace("143", "130")

@@ -18,7 +18,7 @@ from PIL import Image
 from detector.errors import UserError
 from e2e_vl.config import BoxSource, DataSettings
 from e2e_vl.data.base import DataFiles, VLDataset
-from e2e_vl.data.batching import Request, collate
+from e2e_vl.data.batching import ExampleDataset, Request, collate
 from e2e_vl.data.features import RegionFeatures, save_npz
 from e2e_vl.data.image_loader import Augmentation, open_boxes_of
 from e2e_vl.parts import DATASETS
@@ -205,6 +205,7 @@ def _read_joined(settings: DataSettings, boxes: str, split: str = "a+b") -> list
     dataset = open_dataset(DATASETS[settings.name].cls, settings, split, source, training=True)
     loader = make_loader(source, open_boxes_of(dataset, settings, source))
     loader.require_images(dataset.image_keys(), split)
+    assert ExampleDataset(dataset, loader, PlainPreprocessor(None), seed=0).fingerprint()
     seen = []
     for group in dataset.groups:
         sample = dataset.sample(group)

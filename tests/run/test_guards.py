@@ -103,6 +103,7 @@ def test_a_signal_is_remembered_and_a_second_one_ends_at_once(monkeypatch, name,
         signal.signal(number, before)
 
 
+@pytest.mark.usefixtures("default_signals")
 def test_a_signal_of_another_kind_is_no_second_ctrl_c(monkeypatch):
     """After Ctrl-C `accelerate launch` dies first, and the terminal then sends SIGHUP, also when it has gone."""
     monkeypatch.setattr(StopSignals, "PATIENCE", 0.0)
