@@ -102,10 +102,14 @@ def read_weights(path: str | Path) -> WeightsFile:
     path = find_weights(path)
     suffix = path.suffix.lower()
     is_pickle = suffix == ".pkl" and not zipfile.is_zipfile(path)  # torch writes zip archives
+    ignored_classes: list[str] = []
     try:
         if suffix == ".safetensors":
             return WeightsFile(path, load_file(path), norm_eps=norm_eps)
-        loaded, ignored_classes = (read_pickle(path), []) if is_pickle else load_torch(path)
+        if is_pickle:
+            loaded = read_pickle(path)
+        else:
+            loaded, ignored_classes = load_torch(path)
     except Exception as error:  # torch, pickle and safetensors raise many types
         reason = first_line(error).rstrip(".")
         if isinstance(error, pickle.UnpicklingError):
@@ -114,7 +118,8 @@ def read_weights(path: str | Path) -> WeightsFile:
             f"{path}: cannot be read as weights ({reason}); no code in it was executed. Copy or download it again, or "
             "save only the state_dict() in it."
         ) from error
-    loaded = loaded if isinstance(loaded, dict) else {type(loaded).__name__: loaded}
+    if not isinstance(loaded, dict):
+        loaded = {type(loaded).__name__: loaded}
     author = loaded.get("__author__")
     heuristics = loaded.get("matching_heuristics") is True or (isinstance(author, str) and author == "Caffe2")
     state = _state_dict(loaded, path)
@@ -125,24 +130,26 @@ def read_weights(path: str | Path) -> WeightsFile:
         name: torch.from_numpy(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" else value
         for name, value in state.items()
     }
+    _check_tensors(tensors, path, ignored_classes)
+    return WeightsFile(path, strip_wrappers(tensors), heuristics, norm_eps)
+
+
+def _check_tensors(values: Mapping[Any, Any], path: Path, ignored_classes: Sequence[str]) -> None:
+    """Raise a UserError unless values are tensors by name; log the classes of other objects in their file."""
     classes = f" ({', '.join(ignored_classes)})" if ignored_classes else ""
-    if not tensors and classes:
+    if not values and classes:
         raise UserError(
             f"{path}: contains objects{classes} instead of a state dict; no code in it was executed. Save the "
             "model's state_dict()."
         )
-    is_weight = {name: isinstance(name, str) and isinstance(value, Tensor) for name, value in tensors.items()}
-    other = next((name for name in tensors if not is_weight[name]), None)
-    if other is not None:
-        raise UserError(
-            f"{path}: not a state dict (perhaps under the key `model`): {other!r} is not a tensor{classes}; no code in "
-            "it was executed."
-        )
+    for name, value in values.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise UserError(
+                f"{path}: not a state dict (perhaps under the key `model`): {name!r} is not a tensor{classes}; no code "
+                "in it was executed."
+            )
     if ignored_classes:
         logger.warning("%s: ignored the objects beside the weights%s.", path, classes)
-    if suffix != ".safetensors":
-        tensors = strip_wrappers(tensors)
-    return WeightsFile(path, tensors, heuristics, norm_eps)
 
 
 def _state_dict(loaded: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -152,7 +159,9 @@ def _state_dict(loaded: dict[str, Any], path: Path) -> dict[str, Any]:
         if not keys:
             return loaded
         if len(keys) > 1:
-            raise UserError(f"{path}: has weights under {' and '.join(keys)}; save the ones to use in a file.")
+            raise UserError(
+                f"{path}: has weights under {' and '.join(keys)}; save the ones to use in a file of their own."
+            )
         loaded = loaded[keys[0]]
 
 
@@ -164,8 +173,9 @@ def load_torch(path: Path) -> tuple[Any, list[str]]:
     Returns:
         the content, and the names of these classes.
     """
-    arrays = {**NUMPY_IN_PICKLES}
-    arrays |= {name.replace("numpy.core.", "numpy._core."): value for name, value in NUMPY_IN_PICKLES.items()}
+    arrays = NUMPY_IN_PICKLES | {
+        name.replace("numpy.core.", "numpy._core."): value for name, value in NUMPY_IN_PICKLES.items()
+    }
     other_names = [name for name in _pickled_names(path) if name not in arrays]
     replacements = {**dict.fromkeys(other_names, _IgnoredObject), **arrays}
     with torch.serialization.safe_globals([(value, name) for name, value in replacements.items()]):
@@ -339,7 +349,9 @@ def _warn_of_other_conventions(config: DetectorConfig, trained_with: dict[str, A
         logger.warning(
             "%s was trained with %s, but the detector's config has other values, so its features will differ. See "
             "%s for the right config.",
-            *(weights, ", ".join(f"{key} {trained_with[key]}" for key in different), where),
+            weights,
+            ", ".join(f"{key} {trained_with[key]}" for key in different),
+            where,
         )
 
 

@@ -57,7 +57,9 @@ def decode_text(content: bytes, name: str) -> str:
             return content.decode("cp1252")
         line = content.count(b"\n", 0, error.start) + 1
         where = f"{name}, line {line}" if b"\n" in content.strip() else name
-        words = content[: error.start].rpartition(b"\n")[2][-10:] + content[error.start :].partition(b"\n")[0][:10]
+        before = content[: error.start].rpartition(b"\n")[2]
+        after = content[error.start :].partition(b"\n")[0]
+        words = before[-10:] + after[:10]
         raise UserError(
             f"{where}: not UTF-8 (byte 0x{content[error.start]:02x}; in Windows-1252, the text would be "
             f"{words.decode('cp1252', 'replace')!r}); save the file as UTF-8."
@@ -325,9 +327,9 @@ def atomic_file(path: Path) -> Iterator[Path]:
     part = _temporary_path(path, _unique_part())
     try:
         yield part
-        _sync(part)
+        flush_to_disk(part)
         part.replace(path)
-        _sync(path.parent)
+        flush_to_disk(path.parent)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
@@ -344,7 +346,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
             shutil.rmtree(old, ignore_errors=True)
             folder.rename(old)
         part.rename(folder)
-        _sync(folder.parent)
+        flush_to_disk(folder.parent)
         shutil.rmtree(old, ignore_errors=True)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
@@ -371,7 +373,7 @@ def atomic_files(folder: Path, last: str) -> Iterator[Path]:
             made.replace(place)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    _sync(folder)
+    flush_to_disk(folder)
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -409,17 +411,12 @@ def _temporary_path(path: Path, suffix: str) -> Path:
 
 def _sync_all(folder: Path) -> None:
     for path in folder.rglob("*"):
-        _sync(path)
-    _sync(folder)
+        flush_to_disk(path)
+    flush_to_disk(folder)
 
 
 def flush_to_disk(path: Path) -> None:
-    """Make the content of a file survive a power cut."""
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to disk."""
+    """Make the content of a file, or the entries of a folder, survive a power cut."""
     is_windows = os.name == "nt"  # it opens no folders, and flushes only files that are open for writing
     if is_windows and path.is_dir():
         return

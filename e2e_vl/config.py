@@ -467,7 +467,8 @@ def parse_overrides(words: Iterable[str]) -> Tree:
 
 def check_batch_size(config: RunConfig, processes: int) -> None:
     """Raise UserError unless the processes can share a batch evenly; images would be left out of it."""
-    images, shares = config.train.images_per_batch, processes * config.train.accumulate
+    images = config.train.images_per_batch
+    shares = processes * config.train.accumulate
     if images % shares:
         raise UserError(
             f"train.images_per_batch is {images}; it must be a multiple of {shares}, the number of processes "

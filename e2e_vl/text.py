@@ -30,10 +30,8 @@ from e2e_vl.io import looks_like_hub_name, read_text
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 SPELLINGS = {f"{article} {who}": who for article in ("a", "the") for who in ("man", "woman")}
 SPELLINGS |= {"grey": "gray", **{word: str(number) for number, word in enumerate(NUMBERS, start=1)}}
-FUNCTION_WORDS = {
-    *("a", "an", "the", "this", "that", "these", "those", "it", "its", "of", "to", "and", "or", "but"),
-    *("is", "are", "was", "were", "be"),
-}
+FUNCTION_WORDS = {"a", "an", "the", "this", "that", "these", "those", "it", "its", "of", "to", "and", "or", "but"}
+FUNCTION_WORDS |= {"is", "are", "was", "were", "be"}
 _UPPER_CASE = re.compile(r"^(?![\[<].*[\]>]$).*[A-Z]")  # in a wordpiece, not in [CLS], [unused1] or <URL>
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
@@ -42,8 +40,8 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a BERT-style `vocab.txt` (one wordpiece per line), a folder or a hub name.
 
     A folder contains a `vocab.txt` or what `save_pretrained` wrote. Texts are lower-cased for a `vocab.txt`, unless it
-    has upper-case wordpieces. Only a text that cannot be a path is taken for a
-    hub name such as `bert-base-uncased`, so a mistyped path never reaches for the network.
+    has upper-case wordpieces. Only a text that cannot be a path is taken for a hub name such as `bert-base-uncased`, so
+    a mistyped path never reaches for the network.
     """
     path = user_path(name_or_path)
     if path.is_dir() and not (path / "tokenizer_config.json").is_file() and (path / "vocab.txt").is_file():

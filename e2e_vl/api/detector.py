@@ -96,17 +96,31 @@ class TrainedDetector:
             raise UserError("All given boxes are kept; leave out min_score, min_regions and max_regions, or boxes.")
         if boxes is None and self.source.warning:
             warnings.warn(self.source.warning, stacklevel=stacklevel)
-        given = convert_boxes(boxes)
+        given_boxes = convert_boxes(boxes)
+        # for `ask`, a tuple is one text's images; here it is a list
         images = expand_images(list(image) if isinstance(image, tuple) else image)
         if images is None:
-            return self.find_regions(to_image_file(image), given, rule)
-        return [self.find_regions(to_image_file(one), given, rule) for one in images]
+            return self.find_regions(to_image_file(image), given_boxes, rule)
+        return [self.find_regions(to_image_file(single_image), given_boxes, rule) for single_image in images]
 
     def find_regions(self, file: ImageFile, given: AnnotatedObjects | None, rule: SelectionRule) -> ImageRegions:
         """`regions` without `warnings.warn`."""
         with computing_in(self.dtype, self.device):
-            found = extract_image(file, self.source, rule, given)
-        names = [f"class {row}" if self.class_names is None else self.class_names[row] for row in found.classes]
-        attributes = [] if found.attributes is None else [self.source.attribute_names[row] for row in found.attributes]
-        warning = self.source.warning if given is None else ""
-        return ImageRegions(found.boxes, found.scores, found.classes, names, found.features, attributes, file, warning)
+            regions = extract_image(file, self.source, rule, given)
+        if self.class_names is None:
+            names = [f"class {class_index}" for class_index in regions.classes]
+        else:
+            names = [self.class_names[class_index] for class_index in regions.classes]
+        attributes = []
+        if regions.attributes is not None:
+            attributes = [self.source.attribute_names[attribute] for attribute in regions.attributes]
+        return ImageRegions(
+            boxes=regions.boxes,
+            scores=regions.scores,
+            classes=regions.classes,
+            names=names,
+            features=regions.features,
+            attributes=attributes,
+            image=file,
+            warning=self.source.warning if given is None else "",
+        )

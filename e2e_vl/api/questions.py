@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import os
 from collections.abc import Callable
@@ -27,28 +28,28 @@ def make_questions(image: Any, text: Any, boxes: Any, choices: Any, answer: Any)
     all_images = repeat_for_questions(
         image if images is None else images,
         count,
-        lambda one: not isinstance(one, list),
+        lambda value: not isinstance(value, list),
         "image must be one image (a tuple: those that one text is about)",
     )
     all_texts = repeat_for_questions(text if texts is None else texts, count, is_text, "text must be a string")
     all_choices = repeat_for_questions(
         list_items(() if choices is None else choices),
         count,
-        lambda one: isinstance(one, list | tuple) and all(map(is_text, one)),
+        lambda value: isinstance(value, list | tuple) and all(map(is_text, value)),
         "choices must be a list of strings",
     )
     all_answers = repeat_for_questions(
-        answer, count, lambda one: one is None or is_text(one), "answer must be a string"
+        answer, count, lambda value: value is None or is_text(value), "answer must be a string"
     )
     given_boxes = convert_boxes(boxes)
-    groups = [one if isinstance(one, tuple) else (one,) for one in all_images]
-    distinct = {id(one): one for group in groups for one in group}
-    files = {key: to_image_file(one) for key, one in distinct.items()}
+    groups = [group if isinstance(group, tuple) else (group,) for group in all_images]
+    distinct = {id(source): source for source in itertools.chain.from_iterable(groups)}
+    files = {key: to_image_file(source) for key, source in distinct.items()}
     questions = []
     for group, *words in zip(groups, all_texts, all_choices, all_answers, strict=True):
         if not group:
             raise UserError("An image is an empty tuple; give one image, or the images that one text is about.")
-        first, *others = (files[id(one)] for one in group)
+        first, *others = (files[id(source)] for source in group)
         question_text, question_choices, given_answer = words
         questions.append(
             Question(first, question_text, given_boxes, tuple(question_choices), given_answer, others=tuple(others))
@@ -66,7 +67,7 @@ def repeat_for_questions(value: Any, count: int, is_one: Callable[[Any], bool], 
 
 
 def is_text(value: Any) -> bool:
-    """Whether a value is a text; those of numpy are."""
+    """Whether a value is a text, of Python or numpy."""
     return isinstance(value, str)
 
 

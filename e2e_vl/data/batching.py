@@ -519,7 +519,9 @@ class ExampleDataset(Dataset):
                 blank = self._read_blank(request, texts)
                 logger.warning(
                     "%s %s is used instead (%d unreadable images so far in this process).",
-                    *(cause, "The next image" if blank is None else "A blank image", len(self.broken)),
+                    cause,
+                    "The next image" if blank is None else "A blank image",
+                    len(self.broken),
                 )
                 if blank is not None:
                     return blank

@@ -4,7 +4,7 @@ Normalised boxes (shares of the image's sides, 0 to 1) and corners in a file of 
 types and would be trained on without an error. Where a file is read as a whole, all its boxes are judged together: a
 single tiny box, or one that reaches outside its image, is legal and occurs in COCO and Visual Genome.
 
-All boxes here are continuous xyxy, float [R, 4].
+All arrays of boxes here are continuous xyxy, float [R, 4].
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 
 from detector.errors import UserError
 from detector.logs import OnceFilter
+from e2e_vl.io import FourNumbers
 
 logger = logging.getLogger(__name__)
 logger.addFilter(OnceFilter())  # a file is opened for several splits and box sources
@@ -49,6 +50,12 @@ def require_pixels(boxes: np.ndarray, where: str) -> None:
             f"{where}: the boxes are normalised to 0 .. 1, such as the corners [{values}]; multiply them by the width "
             "and height of their image, because boxes are in pixels of the original image."
         )
+
+
+def has_part_inside(box: FourNumbers, width: float, height: float) -> bool:
+    """Return whether a part of a box, xyxy, lies inside an image."""
+    x1, y1, x2, y2 = box
+    return x1 < width and y1 < height and x2 > 0 and y2 > 0
 
 
 def reach_outside(boxes: np.ndarray, sizes: np.ndarray) -> np.ndarray:

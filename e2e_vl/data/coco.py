@@ -17,7 +17,7 @@ from detector.errors import UserError, user_path
 from detector.io import read_json
 from e2e_vl.config import BoxSource
 from e2e_vl.data.base import DataFiles, DataNeeds, VLDataset
-from e2e_vl.data.box_checks import check_file_boxes
+from e2e_vl.data.box_checks import check_file_boxes, has_part_inside
 from e2e_vl.data.config import NoOptions
 from e2e_vl.data.tables import RowIndex, SerializedList
 from e2e_vl.io import FourNumbers, Id, Name, Record, Side, Words, require_unique
@@ -139,9 +139,7 @@ class CocoInstances:
                 image is None
                 or str(row.category_id) not in class_of
                 or not attribute_of.keys() >= {*map(str, row.attribute_ids)}
-                or x >= image.width
-                or y >= image.height
-                or min(box[2:]) <= 0
+                or not has_part_inside(box, image.width, image.height)
             ):
                 raise UserError(
                     f"{self.path}: annotation {row.id} has an image_id, a category_id or an attribute that the file "

@@ -270,8 +270,9 @@ class TsvStore(FeatureStore):
         with self.path.open("rb") as file, tqdm(total=size, desc=title, unit="B", unit_scale=True, delay=1) as bar:
             for line in file:
                 if position == 0:
-                    mark = len(codecs.BOM_UTF8) if line.startswith(codecs.BOM_UTF8) else 0
-                    line, position = line[mark:], mark
+                    row = line.removeprefix(codecs.BOM_UTF8)
+                    position = len(line) - len(row)
+                    line = row
                 image_id = line.split(b"\t", 1)[0].decode("utf-8", "replace")
                 if image_id in offsets:
                     skipped.add("rows of images that have a later row", image_id)
@@ -323,7 +324,7 @@ class Hdf5Store(FeatureStore):
     def __init__(self, path: Path) -> None:
         self.path = path
         with reading(path, OSError, KeyError, ValueError, TypeError), import_optional("h5py").File(path, "r") as file:
-            ids = [one.decode() if isinstance(one, bytes) else str(one) for one in file["ids"][:]]
+            ids = [image_id.decode() if isinstance(image_id, bytes) else str(image_id) for image_id in file["ids"][:]]
             self.starts = file["starts"][:].astype(np.int64)
             self.sizes = file["image_sizes"][:].astype(np.int64)
             self.stamp = json.loads(file.attrs["stamp"]) if "stamp" in file.attrs else None

@@ -25,7 +25,7 @@ from msgspec import field
 
 from detector.errors import MissingFileError, UserError, user_path
 from e2e_vl.data.base import DataFiles, DataNeeds, JoinedSplit, RecordDataset, TextRecord, split_names
-from e2e_vl.data.box_checks import require_pixels
+from e2e_vl.data.box_checks import has_part_inside, require_pixels
 from e2e_vl.data.coco import CocoInstances, encoded_objects, open_instances
 from e2e_vl.data.config import GQAOptions
 from e2e_vl.data.tables import SerializedDict, SerializedList, SkippedRecords, stream_dict
@@ -131,7 +131,7 @@ class SceneGraph(Record):
         """Whether the box of an object has an area, and reaches into the image."""
         x1, y1, x2, y2 = self.objects[key].corners
         has_area = x1 < x2 and y1 < y2
-        return has_area and x1 < self.width and y1 < self.height and x2 > 0 and y2 > 0
+        return has_area and has_part_inside((x1, y1, x2, y2), self.width, self.height)
 
 
 def find_pieces(path: str | Path) -> list[Path]:

@@ -126,13 +126,12 @@ def read_detections(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         boxes[image_id].append(box_corners(detection.box, f"{path}: detection {number}"))
         scores[image_id].append(detection.score)
     skipped.log()
-    found = {
+    if boxes:
+        require_pixels(np.concatenate(list(boxes.values())), str(path))
+    return {
         image_id: (np.array(corners, dtype=np.float64), np.array(scores[image_id], dtype=np.float32))
         for image_id, corners in boxes.items()
     }
-    if found:
-        require_pixels(np.concatenate([corners for corners, _ in found.values()]), str(path))
-    return found
 
 
 class DetectedBoxes(BoxReader):
@@ -439,7 +438,8 @@ class ImageLoader:
     ) -> ImageExample:
         rules = self.rules
         annotated_size = self._annotated_size(image, found)
-        is_blank, name = rules.is_blank, image.id
+        is_blank = rules.is_blank
+        name = image.id
         try:
             file = image.locate()
             content, name = (file.content, file.name) if isinstance(file, ImageBytes) else (file, str(file))
@@ -448,7 +448,8 @@ class ImageLoader:
         except (ValueError, OSError) as error:
             if not blank_if_broken or annotated_size is None:
                 raise BrokenImageError from error
-            size, is_blank = tuple(annotated_size), True
+            is_blank = True
+            size = tuple(annotated_size)
             pixels = np.zeros((*augmentation.resize.target_size(*size), 3), dtype=np.uint8)
         self._check_size(image, name, size, annotated_size)
         if augmentation.flip:

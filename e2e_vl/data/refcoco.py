@@ -22,7 +22,7 @@ import numpy as np
 from detector.errors import UserError, user_path
 from detector.io import convert, read_json, read_pickle
 from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, TextRecord
-from e2e_vl.data.coco import CocoInstances
+from e2e_vl.data.coco import CocoInstances, CocoObject
 from e2e_vl.data.config import NoOptions
 from e2e_vl.data.flickr30k import AnnotatedImage, EntitySentence, read_annotation, read_sentences
 from e2e_vl.data.tables import SkippedRecords, drop_repeats
@@ -117,8 +117,11 @@ def read_expressions(path: str | Path, instances: CocoInstances) -> list[Express
     their numbers are logged.
     """
     # 12 and "12" are the same id, as in `CocoInstances`
-    targets = {str(one.id): (str(image.id), one) for image in instances.images for one in image.objects}
-    expressions = []
+    targets: dict[str, tuple[str, CocoObject]] = {}  # annotation id -> image id and annotation
+    for image in instances.images:
+        for annotation in image.objects:
+            targets[str(annotation.id)] = (str(image.id), annotation)
+    expressions: list[Expression] = []
     skipped = SkippedRecords(path)
     for ref in read_refs(path):
         if not ref.sentences:
@@ -144,12 +147,20 @@ def read_expressions(path: str | Path, instances: CocoInstances) -> list[Express
                 )
         objects = [targets[str(ann_id)][1] for ann_id in ref.ann_ids]
         image_id = instances[ref.image_id].id
-        ids, boxes = (tuple(one.id for one in objects), image_id, ref.split), tuple(one.box for one in objects)
         category = instances.class_names[objects[0].class_index] if len(objects) == 1 else None
-        expressions += [
-            Expression(ref.ref_id, one.sent_id, *ids, one.sent, category, boxes, one.family or ref.family)
-            for one in ref.expressions
-        ]
+        for sentence in ref.expressions:
+            expression = Expression(
+                ref.ref_id,
+                sentence.sent_id,
+                ann_ids=tuple(annotation.id for annotation in objects),
+                image_id=image_id,
+                split=ref.split,
+                words=sentence.sent,
+                category=category,
+                boxes=tuple(annotation.box for annotation in objects),
+                family=sentence.family or ref.family,
+            )
+            expressions.append(expression)
     distinct = drop_repeats(expressions, skipped, "sentences")
     skipped.log()
     return distinct

@@ -26,6 +26,7 @@ import numpy as np
 from detector.errors import UserError
 from e2e_vl.config import BoxSource
 from e2e_vl.data.base import DataFiles, DataNeeds, JoinedSplit, RecordDataset, TextRecord
+from e2e_vl.data.box_checks import has_part_inside
 from e2e_vl.data.config import GenomeOptions
 from e2e_vl.data.overlap import COCO, VISUAL_GENOME
 from e2e_vl.data.tables import SerializedDict, SerializedList, SkippedRecords, drop_repeats, stream_list
@@ -46,10 +47,6 @@ class GenomeImage(Record):
     height: Side
     url: str | None = None  # its last folder is the image's folder, such as VG_100K_2
     coco_id: int | None = None  # the same image in COCO; None: not in COCO
-
-    def contains_part_of(self, box: FourNumbers) -> bool:
-        x1, y1, x2, y2 = box
-        return x1 < self.width and y1 < self.height and x2 > 0 and y2 > 0
 
 
 class _Region(Record):
@@ -246,7 +243,7 @@ class VisualGenomeDataset(RecordDataset):
                     raise UserError(f"{image_data} lacks image {text.image_id} of {path}; use files of one release")
                 if (image.coco_id is not None) not in kept:
                     continue
-                if text.box is not None and not image.contains_part_of(text.box):
+                if text.box is not None and not has_part_inside(text.box, image.width, image.height):
                     skipped.add("boxes of regions outside their image, but not their descriptions", text.id)
                     text.box = None
                 yield text

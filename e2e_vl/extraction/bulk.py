@@ -133,8 +133,10 @@ def _extract_locked(
 
 
 def _prepare(job: ExtractionJob, lock: contextlib.ExitStack) -> tuple[list[str], bool]:
-    """Create or check the output, and lock it. Returns ids of images without features, and whether the output needs no
-    merging.
+    """Create or check the output, and lock it.
+
+    Returns:
+        ids of images without features, and whether the output needs no merging.
     """
     check_format(job.layout, job.output)
     folder, stamp, image_ids = job.folder, json.loads(json.dumps(job.stamp)), {image.id for image in job.images}

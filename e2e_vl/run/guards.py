@@ -21,7 +21,7 @@ from e2e_vl.data.batching import ExampleDataset
 from e2e_vl.io import LOCK_FILE
 from e2e_vl.run.build import Run
 from e2e_vl.structures import Batch
-from e2e_vl.terminal import HANG_UP, LAUNCHED, PATIENCE, STOP_SIGNALS, handling_signals, make_stopped_error
+from e2e_vl.terminal import HANG_UP, LAUNCHED, PATIENCE, handling_signals, make_stopped_error
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,8 @@ def warn_of_shared_photos(config: RunConfig, run: Run) -> None:
     """Log one warning if images of the evaluation splits are also trained on."""
     trained = set(run.train_data.dataset.photos())
     sentences: list[str] = []
-    for split, dataset in {split: examples.dataset for (split, _), examples in run.eval_data.items()}.items():
+    datasets = {split: examples.dataset for (split, _), examples in run.eval_data.items()}  # whatever the box source
+    for split, dataset in datasets.items():
         photos = set(dataset.photos())
         shared = photos & trained
         if split == config.data.train_split:
@@ -98,7 +99,6 @@ class StopSignals:
         at_once: a signal ends the run at once, because a checkpoint of this step exists.
     """
 
-    SIGNALS = STOP_SIGNALS
     PATIENCE = PATIENCE  # seconds
 
     def __init__(self) -> None:

@@ -223,7 +223,8 @@ class Trainer:
                 logger.warning(
                     "%s is missing: the best model so far, of step %d, is lost, and the best of the following "
                     "evaluations is kept instead.",
-                    *(self.best.folder, lost_step),
+                    self.best.folder,
+                    lost_step,
                 )
         self.total_steps = settings.max_steps or math.ceil(settings.epochs * self.steps_per_epoch)
         updates = self.step - self.skipped_steps
@@ -326,7 +327,7 @@ class Trainer:
                 # the signals that processes have received travel with the losses: how many have received each kind
                 received = self.stop.received()
                 stops = torch.tensor([[float(number == received), 0.0] for number in STOP_SIGNALS])
-                sums += stops.to(accelerator.device, non_blocking=True)
+                sums.extend(stops.to(accelerator.device, non_blocking=True))
                 rows = accelerator.reduce(torch.stack(sums), reduction="sum")
                 totals, counts = rows[: len(losses)].unbind(dim=1)
                 for stop_signal, processes in zip(STOP_SIGNALS, rows[len(losses) :, 0], strict=True):

@@ -193,9 +193,8 @@ def _map_scenes(
 def _start_drawing() -> None:
     """Set up a process that draws."""
     cv2.setNumThreads(1)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all processes of a terminal; the first ends the others
+    # Ctrl-C reaches all processes of a terminal; the main process ends the others
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _make_scene(

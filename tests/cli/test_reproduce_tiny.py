@@ -213,7 +213,7 @@ def test_every_chain_of_a_paper_runs(name, data, tmp_path, monkeypatch, capsys):
     """Steps that are alike at this size, such as BASE and LARGE, run once."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("e2e_vl.run.report.write_report", lambda *words, **more: None)
-    monkeypatch.setattr("detector.io._sync", lambda path: None)
+    monkeypatch.setattr("detector.io.flush_to_disk", lambda path: None)
     paper, ran = read_paper(name), {}
     TinyChain.done = {}
     for rows in paper.tables.values():

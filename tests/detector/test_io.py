@@ -350,7 +350,7 @@ def test_leftovers_of_a_killed_process_are_removed(folder: Path, monkeypatch: py
 
 def test_a_file_is_flushed_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path, seen = tmp_path / "a.txt", []
-    monkeypatch.setattr(io, "_sync", lambda one: seen.append((one == tmp_path, path.exists())))
+    monkeypatch.setattr(io, "flush_to_disk", lambda one: seen.append((one == tmp_path, path.exists())))
     write_text(path, "a")
     assert seen == [(False, False), (True, True)]
 

@@ -115,14 +115,14 @@ def stopped(uninterrupted, tiny_config) -> RunConfig:
 
 def train_and_die(config: RunConfig, file: str) -> None:
     """Resume until a file of a checkpoint of the last step is about to be complete; then die."""
-    sync = atomic_writes._sync
+    sync = atomic_writes.flush_to_disk
 
     def die(path: Path) -> None:
         if path.name == file and "step_00000008" in str(path):
             os.kill(os.getpid(), signal.SIGKILL)
         sync(path)
 
-    atomic_writes._sync = die
+    atomic_writes.flush_to_disk = die
     train(config, resume=True)
 
 
