@@ -91,7 +91,7 @@ def check_file_boxes(boxes: np.ndarray, sizes: np.ndarray, image_ids: Sequence[o
         UserError: all boxes are normalised.
     """
     require_pixels(boxes, where)
-    _warn_of_normalised_images(boxes, image_ids, where)
+    warn_of_normalised_images(boxes, image_ids, where)
     warn_of_boxes_outside(boxes, sizes, image_ids, where)
 
 
@@ -113,7 +113,7 @@ def warn_of_boxes_outside(boxes: np.ndarray, sizes: np.ndarray, image_ids: Seque
     logger.warning("%s", message, extra={"once": message})
 
 
-def _warn_of_normalised_images(boxes: np.ndarray, image_ids: Sequence[object], where: str) -> None:
+def warn_of_normalised_images(boxes: np.ndarray, image_ids: Sequence[object], where: str) -> None:
     """Log one warning about images all of whose boxes are normalised, in a file that also has others."""
     is_near_origin = (boxes <= _LARGEST_NORMALISED).all(axis=1)
     rows_of: dict[object, list[int]] = {}

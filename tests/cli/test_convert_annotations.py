@@ -422,11 +422,15 @@ def test_folders_give_splits_if_there_are_train_and_val(tmp_path, photos):
     assert {ref["split"] for ref in refs} == {"train"}
 
 
-def test_photos_that_differ_by_the_suffix_have_different_ids(tmp_path, photos):
+def test_photos_that_differ_by_the_suffix_have_different_ids(tmp_path, photos, capsys):
     Image.new("RGB", (100, 80)).save(photos / "b.png")
     rows = BOX + "b.jpg,mug,1,2,3,4,\nb.png,mug,1,2,3,4,\n"
     assert convert_files(tmp_path, photos, {"b.csv": rows})[0] == 0
     assert [image.id for image in CocoInstances(photos.parent / "instances.json").images] == ["b.jpg", "b.png", "set/a"]
+    (tmp_path / "export" / "b.csv").unlink()
+    capsys.readouterr()
+    assert convert_files(tmp_path, photos, {"b.json": labelme_of({}, imagePath="b.png")["a.json"]})[0] == 0
+    assert capsys.readouterr().out.endswith("boxes.html before training.\n"), "b.png is no other photo than b.json says"
 
 
 def test_an_earlier_conversion_is_no_part_of_the_export(photos):

@@ -9,7 +9,14 @@ import numpy as np
 
 from e2e_vl.data.annotation_tools.photos import Photo, Photos
 from e2e_vl.data.annotation_tools.records import Annotation, Remarks, Row
-from e2e_vl.data.box_checks import MARGIN, check_file_boxes, look_like_corners, reach_outside, require_pixels
+from e2e_vl.data.box_checks import (
+    MARGIN,
+    check_file_boxes,
+    look_like_corners,
+    reach_outside,
+    require_pixels,
+    warn_of_normalised_images,
+)
 from e2e_vl.io import FourNumbers
 
 _SMALL = 2  # pixels
@@ -87,7 +94,7 @@ def _find_photos(
         if not candidates and namesakes:
             candidates = namesakes
             remarks.note("renamed photos were found by the names of their annotation files", image)
-        elif namesakes and candidates != namesakes:
+        elif namesakes and set(namesakes).isdisjoint(candidates):
             record = f"{other_name} ({image})"
             remarks.note("annotation files name another photo than the one with their own name", record)
         if len(candidates) == 1:
@@ -176,8 +183,9 @@ def _check_convention(
         boxes: xyxy in pixels, [R, 4].
         sizes: (width, height) of the photo of each box, [R, 2].
     """
+    images = [annotation.image for annotation in annotations]
     if all(annotation.states_corners for annotation in annotations):
-        require_pixels(boxes, str(remarks.source))
+        warn_of_normalised_images(boxes, images, str(remarks.source))
         return
     outside = np.flatnonzero(reach_outside(boxes, sizes))
     fit_as_corners = boxes.min() >= -MARGIN and look_like_corners(boxes, sizes)
@@ -193,7 +201,7 @@ def _check_convention(
                 remarks.note(
                     "boxes reach outside by more than a pixel and look like corners, not x, y, width, height", where
                 )
-    check_file_boxes(boxes, sizes, [annotation.image for annotation in annotations], str(remarks.source))
+    check_file_boxes(boxes, sizes, images, str(remarks.source))
 
 
 def _clip(where: str, corners: np.ndarray, size: np.ndarray, remarks: Remarks) -> FourNumbers:
