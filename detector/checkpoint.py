@@ -173,9 +173,9 @@ def load_torch(path: Path) -> tuple[Any, list[str]]:
     Returns:
         the content, and the names of these classes.
     """
-    arrays = NUMPY_IN_PICKLES | {
-        name.replace("numpy.core.", "numpy._core."): value for name, value in NUMPY_IN_PICKLES.items()
-    }
+    arrays = dict(NUMPY_IN_PICKLES)
+    for name, value in NUMPY_IN_PICKLES.items():
+        arrays[name.replace("numpy.core.", "numpy._core.")] = value  # of NumPy 2
     other_names = [name for name in _pickled_names(path) if name not in arrays]
     replacements = {**dict.fromkeys(other_names, _IgnoredObject), **arrays}
     with torch.serialization.safe_globals([(value, name) for name, value in replacements.items()]):

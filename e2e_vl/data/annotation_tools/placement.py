@@ -24,7 +24,9 @@ _SHARE_OF_CORNERS = 0.25  # of boxes that reach outside their photos, from which
 _FEWEST_CORNERS = 3  # fewer boxes may be drawn carelessly
 
 
-def place(annotations: Sequence[Annotation], photos: Photos, remarks: Remarks, *, skip_missing: bool) -> list[Row]:
+def place_boxes(
+    annotations: Sequence[Annotation], photos: Photos, remarks: Remarks, *, skip_missing: bool
+) -> list[Row]:
     """The boxes in pixels of the upright photos, clipped to them; those that cannot be kept go to `remarks`."""
     photo_of = _find_photos(annotations, photos, remarks, skip_missing=skip_missing)
     annotations = [annotation for annotation in annotations if _name(annotation) in photo_of]

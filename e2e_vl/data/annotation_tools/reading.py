@@ -14,7 +14,7 @@ from e2e_vl.data.annotation_tools.coco import read_coco
 from e2e_vl.data.annotation_tools.files import list_files, relative_name
 from e2e_vl.data.annotation_tools.labelme import read_labelme
 from e2e_vl.data.annotation_tools.photos import Photos
-from e2e_vl.data.annotation_tools.placement import place
+from e2e_vl.data.annotation_tools.placement import place_boxes
 from e2e_vl.data.annotation_tools.records import Annotation, Remarks, Row
 from e2e_vl.data.annotation_tools.tables import TABLES, read_table
 from e2e_vl.data.annotation_tools.voc import read_voc
@@ -41,7 +41,7 @@ def read_boxes(
     """
     remarks = remarks or Remarks(source)
     annotations = list(_read(source, photos, remarks, {path.resolve() for path in ignored}))
-    rows = place(annotations, photos, remarks, skip_missing=skip_missing)
+    rows = place_boxes(annotations, photos, remarks, skip_missing=skip_missing)
     remarks.raise_errors()
     if not rows:
         raise UserError(f"{source} has no boxes; choose an export with annotations.")
@@ -61,7 +61,7 @@ def _read(source: Path, photos: Photos, remarks: Remarks, ignored: Collection[Pa
     if suffix not in (".json", ".xml"):
         description = other_tools.describe_suffix(suffix) or "neither a folder nor a file .json, .xml, .csv or .tsv"
         raise UserError(f"{source} is {description}.")
-    recognised = (_recognise_json if suffix == ".json" else _recognise_xml)(source)
+    recognised = _recognise(source)
     if recognised.format is None:
         description = recognised.description or "neither COCO, LabelMe nor Pascal VOC; export one of these"
         raise UserError(f"{source} is {description}.")
@@ -74,6 +74,10 @@ class _Recognised(NamedTuple):
     format: str | None = None
     read: Callable[[Path, Path, Remarks], Iterator[Annotation]] | None = None
     description: str | None = None
+
+
+def _recognise(path: Path) -> _Recognised:
+    return _recognise_json(path) if path.suffix.lower() == ".json" else _recognise_xml(path)
 
 
 def _recognise_json(path: Path) -> _Recognised:
@@ -105,7 +109,7 @@ def _read_folder(folder: Path, photos: Photos, remarks: Remarks, ignored: Collec
     for path in list_files(folder, (".json", ".xml")):
         if path.resolve() in ignored:
             continue
-        recognised = _recognise_json(path) if path.suffix.lower() == ".json" else _recognise_xml(path)
+        recognised = _recognise(path)
         if recognised.format is not None:
             by_format[recognised.format].append((path, recognised))
         elif recognised.description is not None:
@@ -114,7 +118,9 @@ def _read_folder(folder: Path, photos: Photos, remarks: Remarks, ignored: Collec
         if not files:
             continue
         for other, other_files in by_format.items():
-            for path, _ in other_files if other != name else ():
+            if other == name:
+                continue
+            for path, _ in other_files:
                 remarks.note(f"files of {other} beside those of {name} are not read", relative_name(path, folder))
         for path in list_files(folder, CLASS_FILES):
             remarks.note(f"labels of YOLO beside the files of {name} are not read", relative_name(path, folder))

@@ -52,6 +52,14 @@ class _Line(NamedTuple):
     where: str
     cells: dict[str, str]
 
+    @property
+    def split(self) -> str:
+        return split_name(self.cells.get("split", ""))
+
+    @property
+    def is_crowd(self) -> bool:
+        return self.cells.get("is_crowd", "").casefold() in ("1", "true", "yes")
+
 
 def read_rows(path: Path, remarks: Remarks | None = None) -> list[Row]:
     """The rows of a table or of a JSON file; a box in a table is x, y, width, height or xmin, ymin, xmax, ymax.
@@ -65,13 +73,13 @@ def read_rows(path: Path, remarks: Remarks | None = None) -> list[Row]:
             row.where = f"record {number}"
             row.text = (row.text or "").strip() or None
         return rows
-    own_remarks = Remarks(path) if remarks is None else remarks
+    collected = Remarks(path) if remarks is None else remarks
     rows = []
-    for line in _read_lines(path, own_remarks, need_boxes=False):
+    for line in _read_lines(path, collected, need_boxes=False):
         try:
             corners = _corners(line.cells)
         except ValueError as error:
-            own_remarks.refuse("numbers that cannot be read", f"{line.where} ({error})")
+            collected.refuse("numbers that cannot be read", f"{line.where} ({error})")
             continue
         box: FourNumbers | str | None = _plain_id(line.cells.get("box"))
         if corners is not None:
@@ -83,15 +91,15 @@ def read_rows(path: Path, remarks: Remarks | None = None) -> list[Row]:
                 label=line.cells.get("label", ""),
                 box=box,
                 text=line.cells.get("text"),
-                split=split_name(line.cells.get("split", "")),
-                is_crowd=line.cells.get("is_crowd", "").casefold() in ("1", "true", "yes"),
+                split=line.split,
+                is_crowd=line.is_crowd,
                 where=line.where,
             )
         )
         if not rows[-1].image:
-            own_remarks.refuse("rows without an image", line.where)
+            collected.refuse("rows without an image", line.where)
     if remarks is None:
-        own_remarks.raise_errors()
+        collected.raise_errors()
     return rows
 
 
@@ -105,7 +113,8 @@ def read_table(path: Path, remarks: Remarks) -> Iterator[Annotation]:
         except ValueError as error:
             remarks.refuse("numbers that cannot be read", f"{line.where} ({error})")
             continue
-        image, label = line.cells.get("image", ""), line.cells.get("label", "")
+        image = line.cells.get("image", "")
+        label = line.cells.get("label", "")
         if corners is None or not image or not label:
             remarks.refuse(f"rows without {_IMAGE_AND_BOX}", line.where)
             continue
@@ -121,8 +130,8 @@ def read_table(path: Path, remarks: Remarks) -> Iterator[Annotation]:
             states_corners=line.cells.keys() >= {"x2", "y2"},
             image_size=image_size,
             text=line.cells.get("text"),
-            split=split_name(line.cells.get("split", "")),
-            is_crowd=line.cells.get("is_crowd", "").casefold() in ("1", "true", "yes"),
+            split=line.split,
+            is_crowd=line.is_crowd,
         )
 
 
