@@ -63,10 +63,15 @@ class _Answer(Record):
 class _Annotation(Record):
     question_id: Id
     image_id: Id
-    answers: Annotated[list[_Answer], Meta(min_length=1)]
+    answers: Annotated[list[_Answer | str], Meta(min_length=1)]  # ST-VQA and TextVQA list strings
     multiple_choice_answer: str | None = None  # OK-VQA's files lack it
     answer_type: str | None = None
     question_type: str | None = None
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The answers, as written."""
+        return tuple(answer if isinstance(answer, str) else answer.answer for answer in self.answers)
 
 
 class VQAQuestion(TextRecord, array_like=True):
@@ -122,7 +127,7 @@ def read_questions(questions: Path, annotations: Path | None = None, split: str 
                     f"{annotations} has no annotation for question {row.question_id} about image {row.image_id} of "
                     f"{questions}; use the files of the same split"
                 )
-            question.answers = tuple(human_answer.answer for human_answer in answer.answers)
+            question.answers = answer.texts
             question.most_frequent = answer.multiple_choice_answer
             if question.most_frequent is None:
                 question.most_frequent = Counter(question.answers).most_common(1)[0][0]

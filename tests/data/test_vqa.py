@@ -99,7 +99,7 @@ def test_images_that_the_instances_lack_are_named(settings, tiny):
 def test_the_files_are_joined_by_question(settings, tiny):
     path = tiny.images_root.parent / "vqa" / "train2014_annotations.json"
     content = json.loads(path.read_text())
-    content["annotations"][2]["answers"] = [{"answer": "no"}] * 10
+    content["annotations"][2]["answers"] = ["no"] * 10  # as ST-VQA lists answers
     content["annotations"].reverse()
     write_json(path, content)
     first, second, third = make(settings).texts

@@ -41,7 +41,7 @@ class _Annotation(Record):
 
 class _Category(Record):
     id: Id
-    name: str
+    name: str | int
 
 
 class _CocoFile(Record):
@@ -58,7 +58,7 @@ def read_coco(path: Path, source: Path, remarks: Remarks) -> Iterator[Annotation
     require_unique((str(image.id) for image in content.images), f"{path}: image", remedy)
     require_unique((str(category.id) for category in content.categories), f"{path}: category", remedy)
     images = {str(image.id): image for image in content.images}
-    labels = {str(category.id): category.name for category in content.categories}
+    labels = {str(category.id): str(category.name) for category in content.categories}
     for number, row in enumerate(content.annotations, start=1):
         id_ = number if row.id is None else str(row.id)
         where = f"annotation {id_}" if source.is_file() else f"{file_name}, annotation {id_}"

@@ -24,7 +24,7 @@ _WITHOUT_AREA = ("point", "points", "line", "linestrip")
 
 
 class _Shape(Record):
-    label: str
+    label: str | int
     points: list[tuple[float, float]] | None = None
     shape_type: str | None = "polygon"
     description: str | None = None
@@ -66,7 +66,7 @@ def read_labelme(path: Path, source: Path, remarks: Remarks) -> Iterator[Annotat
         yield Annotation(
             where,
             beside(name, content.image_path) if content.image_path else stem,
-            shape.label,
+            str(shape.label),
             enclosing_corners(points),
             id=number,
             image_size=size,

@@ -36,9 +36,12 @@ def describe_suffix(suffix: str) -> str | None:
 def describe_coco(content: Any) -> str | None:
     """What a JSON file of COCO without boxes is; None for another file."""
     annotations = content.get("annotations") if isinstance(content, dict) else None
-    first = annotations[0] if isinstance(annotations, list) and annotations else None
-    if not isinstance(first, dict) or "category_id" in first:
+    rows = [row for row in annotations if isinstance(row, dict)] if isinstance(annotations, list) else []
+    if not rows or any("bbox" in row or "segmentation" in row for row in rows):
         return None
+    first = rows[0]
+    if "category_id" in first:
+        return "a file of COCO with labels of whole images; give the one of the instances"
     if "caption" in first:
         return "a file of COCO captions; give the one of the instances"
     if "segments_info" in first:
