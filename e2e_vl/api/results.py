@@ -55,7 +55,7 @@ class Answer:
 
     @property
     def is_unsure(self) -> bool:
-        """Whether validation does not show that such answers are right; `warnings` say why."""
+        """Whether the answer is too uncertain to rely on, see `Task.certainty`; `warnings` say why."""
         return self.prediction.is_unsure
 
     @property

@@ -10,7 +10,7 @@
 Prints the answers, best first; with phrase grounding, also the region of each phrase and its share of the attention.
 Several images, a folder with its subfolders (in natural order: 2.jpg before 10.jpg) or a pattern share one text; with
 --pair, the text is about both images. --json is a list of {"image": FILE, "text": TEXT}, with paths relative to the
-JSON file. The model is loaded once, and the detector runs once per image. Answers that validation does not justify are
+JSON file. The model is loaded once, and the detector runs once per image. Answers that are too uncertain to rely on are
 marked "(unsure)". Missing and unreadable images are skipped and listed at the end; the exit status is then 2.
 
 Without --boxes, the run's detector predicts the regions. VCR needs --boxes, and its texts refer to them as [0] or

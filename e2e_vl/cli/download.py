@@ -148,7 +148,7 @@ def waiting_for_lock(path: Path, name: str) -> Iterator[None]:
     try:
         lock.acquire(blocking=False)
     except Timeout:
-        print(f"Waiting for another process, which downloads {name}", flush=True)
+        print(f"Waiting for another process that is downloading {name}", flush=True)
         lock.acquire()
     try:
         yield
@@ -267,7 +267,7 @@ def answer(address: str, size: int | None) -> str:
         return f"does not answer: {why(error)}"
 
 
-@functools.partial(print_errors, advice="Repeat the command, which goes on.")
+@functools.partial(print_errors, advice="Repeat the command to continue.")
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser = make_parser(__doc__, prog)
     parser.add_argument("names", nargs="*", metavar="NAME", help="sets or single files; without any: list them")

@@ -230,7 +230,7 @@ def many_images_parser(prog: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
-@functools.partial(print_errors, advice="Repeat the command, which goes on.")
+@functools.partial(print_errors, advice="Repeat the command to continue.")
 def many_images(argv: list[str] | None = None, prog: str | None = None) -> int:
     args = many_images_parser(prog).parse_args(argv)
     settings = extraction_settings(args)

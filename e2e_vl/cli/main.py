@@ -72,7 +72,9 @@ def print_errors(main: Callable[..., int], advice: str = "") -> Callable[..., in
                 if "RANK" not in os.environ or not any(text in str(error) for text in CONNECTION_LOST):
                     raise
                 if LAUNCHED not in os.environ:  # that launcher waits for the process that knows the reason
-                    print(f"error: process {os.environ['RANK']} ends, because another one has ended.", file=sys.stderr)
+                    print(
+                        f"error: process {os.environ['RANK']} stops because another process has ended.", file=sys.stderr
+                    )
                 return LOST_PROCESS
 
     return wrapped

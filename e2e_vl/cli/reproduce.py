@@ -270,7 +270,7 @@ class Chain:
                     call = [*start, "-m", "e2e_vl", *words]
                     status = run_command(call, file)
                     if status - 128 in STOP_SIGNALS:
-                        raise make_stopped_error(status - 128, "Repeat the command, which goes on.")
+                        raise make_stopped_error(status - 128, "Repeat the command to continue.")
                     if status != 0:
                         raise UserError(f"The step {name} ended with status {status}; repeat the command to continue.")
 

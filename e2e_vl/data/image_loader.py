@@ -483,7 +483,7 @@ class ImageLoader:
         """Raise a UserError if the size of the image's file differs from the annotated one."""
         if annotated_size is not None and tuple(size) != tuple(annotated_size):
             is_turned = tuple(size) == tuple(annotated_size)[::-1]
-            hint = ", which was turned since, or has lost its EXIF rotation" if is_turned else ""
+            hint = "; it was rotated afterwards, or has lost its EXIF orientation" if is_turned else ""
             raise UserError(
                 f"{name}: image {image.id} is {size[1]} x {size[0]} pixels, but "
                 f"{annotated_size[1]} x {annotated_size[0]} in its annotation file{hint}; use the annotated images"

@@ -249,7 +249,7 @@ def test_a_stopped_download_says_that_it_goes_on(run, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(download, "transfer", stop)
-    assert run() == (130, "stopped by SIGINT. Repeat the command, which goes on.\n")
+    assert run() == (130, "stopped by SIGINT. Repeat the command to continue.\n")
 
 
 def test_what_is_there_and_odd_is_kept(run, server, tmp_path):

@@ -184,7 +184,7 @@ def test_a_process_that_lost_another_one_ends_without_a_traceback(capsys, monkey
         command(error)
     monkeypatch.setenv("RANK", "1")
     assert command(error) == 75
-    assert capsys.readouterr().err == "error: process 1 ends, because another one has ended.\n"
+    assert capsys.readouterr().err == "error: process 1 stops because another process has ended.\n"
 
 
 @pytest.mark.parametrize("error", [KeyError("id"), TypeError("no number"), OSError("of a library"), AssertionError()])
