@@ -62,6 +62,16 @@ EXPECT: dict[str, dict[str, Sequence[str]]] = {
 }
 
 
+# First bytes of files that people take for weights, for error messages.
+OTHER_KINDS = {
+    "an empty file": rb"\Z",
+    "an HTML page": rb"\s*(<!doctype html|<html)",
+    "a pointer of Git LFS, without the weights": rb"version https://git-lfs",
+    "a compressed file, to be unpacked first": rb"\x1f\x8b|7z\xbc\xaf|Rar!|\x28\xb5\x2f\xfd",
+    "an HDF5 file, such as those of Keras": rb"\x89HDF",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class WeightsFile:
     """A weights file as read, before its keys are renamed."""
@@ -83,15 +93,19 @@ def find_weights(path: str | Path) -> Path:
     found = next((file for file in (path, *(path / name for name in IN_FOLDERS)) if file.is_file()), None)
     if found is None:
         similar = suggest_names(path)
-        hint = f" Did you mean the published weights {' or '.join(similar)}?" if similar else ""
+        hint = ""
         if path.is_dir():
             hint = f" The folder must contain one of {', '.join(IN_FOLDERS)}."
+        elif similar:
+            hint = f" Did you mean the published weights {' or '.join(similar)}?"
+        elif not path.suffix:
+            hint = " Give a file or a folder that exists, or published weights by a name in docs/detectors.md."
         raise MissingFileError(f"{path}: no such weights file.{hint}")
     return found
 
 
 def read_weights(path: str | Path) -> WeightsFile:
-    """Read a `.safetensors` file, a pickle of arrays (`.pkl`) or a torch file (`.pth`, `.model`, `.bin`).
+    """Read a safetensors file, a pickle of arrays (`.pkl`) or a torch file (`.pth`, `.model`, `.bin`).
 
     A pickle contains a dict of arrays, optionally under the key `model` (Detectron2) or `blobs` (Caffe2; momentum blobs
     are skipped). A torch file contains a state dict, optionally under one of `STATE_KEYS`. Objects of other classes
@@ -100,19 +114,25 @@ def read_weights(path: str | Path) -> WeightsFile:
     published = find_published_weights(path)
     norm_eps = NORM_EPS if published is None else published.norm_eps
     path = find_weights(path)
-    suffix = path.suffix.lower()
-    is_pickle = suffix == ".pkl" and not zipfile.is_zipfile(path)  # torch writes zip archives
+    with path.open("rb") as file:
+        start = file.read(64)
+    is_zip = zipfile.is_zipfile(path)  # as torch writes them
+    is_pickle = path.suffix.lower() == ".pkl" and not is_zip
+    is_safetensors = start[4:9] == b"\0\0\0\0{" or (path.suffix.lower() == ".safetensors" and not is_zip)
     ignored_classes: list[str] = []
     try:
-        if suffix == ".safetensors":
-            return WeightsFile(path, load_file(path), norm_eps=norm_eps)
+        if is_safetensors:  # eight bytes with the length of a header in JSON
+            return WeightsFile(path, strip_wrappers(load_file(path)), norm_eps=norm_eps)
         if is_pickle:
             loaded = read_pickle(path)
         else:
             loaded, ignored_classes = load_torch(path)
     except Exception as error:  # torch, pickle and safetensors raise many types
         reason = first_line(error).rstrip(".")
-        if isinstance(error, pickle.UnpicklingError):
+        kind = next((kind for kind, pattern in OTHER_KINDS.items() if re.match(pattern, start, re.IGNORECASE)), None)
+        if kind is not None:
+            reason = f"it is {kind}"
+        elif isinstance(error, pickle.UnpicklingError):
             reason = f"it is damaged or contains other objects than tensors: {reason}"
         raise UserError(
             f"{path}: cannot be read as weights ({reason}); no code in it was executed. Copy or download it again, or "
@@ -180,7 +200,8 @@ def load_torch(path: Path) -> tuple[Any, list[str]]:
     replacements = {**dict.fromkeys(other_names, _IgnoredObject), **arrays}
     with torch.serialization.safe_globals([(value, name) for name, value in replacements.items()]):
         try:
-            return torch.load(path, map_location="cpu", weights_only=True), other_names
+            with path.open("rb") as file:  # by its path, torch would read a file named .safetensors as such
+                return torch.load(file, map_location="cpu", weights_only=True), other_names
         except pickle.UnpicklingError as error:  # torch puts a page of advice around the cause
             raise pickle.UnpicklingError(first_line(error.__context__ or error)) from error
 

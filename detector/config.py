@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import operator
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -584,12 +585,26 @@ class SelectionRule(Struct, frozen=True, forbid_unknown_fields=True):
         """Return the rule for what a user states, with the values of this rule as defaults. None: not stated.
 
         Raises:
-            UserError: the limits contradict each other, or the score is no probability.
+            UserError: the limits are no counts or contradict each other, or the score is no probability.
         """
-        if min_score is not None and not 0 <= min_score <= 1:
-            raise UserError(f"min_score {min_score} must be a probability, from 0 to 1.")
+        if isinstance(min_score, str) or not (min_score is None or 0 <= min_score <= 1):
+            raise UserError(f"min_score {min_score!r} must be a probability, from 0 to 1.")
+        _require_count("min_regions", min_regions, 0)
+        _require_count("max_regions", max_regions, 1)
         stated = tuple(UNSET if value is None else value for value in (min_score, min_regions, max_regions))
         return SelectionRule(*_complete_selection(stated, (self.min_score, self.min_regions, self.max_regions)))
+
+
+def _require_count(name: str, value: Any, least: int) -> None:
+    """Raise a UserError if a limit is neither None nor an integer of at least `least`."""
+    if value is None:
+        return
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise UserError(f"{name} {value!r} must be an integer of at least {least}.")
 
 
 def _complete_selection(

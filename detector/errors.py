@@ -6,8 +6,13 @@ The command line prints only the message of these errors. Any other error is a b
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+_URL = re.compile(r"([a-z][a-z0-9+.-]+:)+//", re.IGNORECASE)  # a drive of Windows has one letter
 
 
 class UserError(ValueError):
@@ -58,8 +63,19 @@ def reading(path: str | Path, *damage: type[Exception]) -> Iterator[None]:
         raise UserError(f"{path}: damaged or in another format ({first_line(error)}); replace the file.") from error
 
 
-def user_path(written: str | Path, what: str = "The path") -> Path:
-    """Convert user input to a path and expand `~`. A URL raises UserError. `what` begins the error message."""
-    if str(written).startswith(("http://", "https://", "ftp://", "file://", "s3://")):
-        raise UserError(f"{what} '{written}' is a URL, not a path; download the file first.")
-    return Path(written).expanduser()
+def user_path(written: str | bytes | os.PathLike[Any], what: str = "The path") -> Path:
+    """Convert user input to a path and expand `~`. `what` begins error messages.
+
+    Raises:
+        UserError: it is a URL, or no path at all, such as None.
+    """
+    try:
+        text = os.fsdecode(written)
+    except TypeError as error:
+        raise UserError(f"{what} must be a path, not {type(written).__name__}.") from error
+    if _URL.match(text):
+        raise UserError(f"{what} '{text}' is a URL, not a path; download the file first.")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # there is no such user, so `~` is the beginning of a name
+        return Path(text)

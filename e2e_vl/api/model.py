@@ -98,9 +98,8 @@ class TrainedModel(
         """
         self.config, self.tokenizer, self.source = config, tokenizer, source
         self.name = name or ("demo" if source == DEMO else str(source))
-        self.device = choose_device(device)
         self._dtype = None if dtype is None else choose_precision(dtype)
-        self.network = network.to(self.device).eval()
+        self.network = network.to(choose_device(device)).eval()
         self._metrics = dict(metrics or {})
         self._sure_thresholds = {
             boxes: find_sure_threshold(self._metrics, config.data.eval_splits, boxes)
@@ -138,6 +137,11 @@ class TrainedModel(
         return "\n".join([f"TrainedModel {self.name}", *lines, *(key + ", ".join(scores[key]) for key in scores)])
 
     @property
+    def device(self) -> torch.device:
+        """The device that the model is on; `to` changes it."""
+        return next(self.network.parameters()).device
+
+    @property
     def dtype(self) -> torch.dtype:
         """What the model computes in; its weights, and the coordinates of boxes, are float32 in any case."""
         if self._dtype is not None:
@@ -154,8 +158,7 @@ class TrainedModel(
             device, dtype = None, device
         precision = self._dtype if dtype is None else choose_precision(dtype)
         if device is not None:
-            self.device = choose_device(device)
-            self.network.to(self.device)
+            self.network.to(choose_device(device))
         self._dtype = precision
         self.__dict__.pop("detector", None)  # it is made anew with this dtype
         return self
@@ -315,6 +318,8 @@ class TrainedModel(
         for question in questions:
             if not question.text.strip() and question.boxes_to_mask is None:
                 raise UserError("The text is empty; write a question or a phrase.")
+            for text in (question.text, *question.choices, question.answer or ""):
+                _require_unicode(text)
             asked = dataclasses.replace(
                 question,
                 class_names=self._dataset.class_names_of(self._options),
@@ -548,6 +553,14 @@ class TrainedModel(
             sure=round(100 * SURE),
             **more,
         )
+
+
+def _require_unicode(text: str) -> None:
+    """Raise a UserError if a text has bytes of another encoding, which Python keeps as single surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"The text {text!a} has characters that are not Unicode; write it in UTF-8.") from error
 
 
 def _largest_size(example: Example) -> tuple[int, ...]:

@@ -140,7 +140,7 @@ class Answer:
         Args:
             image: image index of the picture, for a text about several images.
         """
-        save_result(Path(path), self.to_dict, functools.partial(self.draw, image))
+        save_result(path, self.to_dict, functools.partial(self.draw, image))
 
     def shown_phrases(self) -> list[GroundedPhrase]:
         """The phrases that `draw` shows, in text order: those that are clearly grounded in one region.
@@ -233,7 +233,7 @@ class ImageRegions:
 
     def save(self, path: str | Path) -> None:
         """Write the picture of `draw`, or `to_dict` as JSON, by the suffix of the file."""
-        save_result(Path(path), self.to_dict, self.draw)
+        save_result(path, self.to_dict, self.draw)
 
     def __repr__(self) -> str:
         best = ", ".join(f"{name} {score:.2f}" for name, score in zip(self.names[:3], self.scores, strict=False))
@@ -263,7 +263,7 @@ def to_plain(value: Any) -> Any:
     return msgspec.to_builtins(value, enc_hook=convert)
 
 
-def save_result(path: Path, to_dict: Callable[[], dict[str, Any]], draw: Callable[[], Image.Image]) -> None:
+def save_result(path: str | Path, to_dict: Callable[[], dict[str, Any]], draw: Callable[[], Image.Image]) -> None:
     """Write a result as JSON or as a picture, by the suffix of the file; missing folders are made."""
     path = user_path(path, "The path")
     suffix = path.suffix.lower()

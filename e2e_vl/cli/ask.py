@@ -9,9 +9,10 @@
 
 Prints the answers, best first; with phrase grounding, also the region of each phrase and its share of the attention.
 Several images, a folder with its subfolders (in natural order: 2.jpg before 10.jpg) or a pattern share one text; with
---pair, the text is about both images. --json is a list of {"image": FILE, "text": TEXT}, with paths relative to the
-JSON file. The model is loaded once, and the detector runs once per image. Answers that are too uncertain to rely on are
-marked "(unsure)". Missing and unreadable images are skipped and listed at the end; the exit status is then 2.
+--pair, the text is about both images. --json is a list of {"image": FILE, "text": TEXT}, with addresses or paths
+relative to the JSON file. The model is loaded once, and the detector runs once per image. Answers that are too
+uncertain to rely on are marked "(unsure)". Unreadable images, and missing ones of --json, are skipped and listed at the
+end; the exit status is then 2.
 
 Without --boxes, the run's detector predicts the regions. VCR needs --boxes, and its texts refer to them as [0] or
 [1,2], counted from 0; a VCR metadata file as --boxes also contains their classes and outlines. A pre-trained model
@@ -31,10 +32,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from detector.errors import UserError
+from detector.errors import UserError, user_path
 from detector.io import read_json, write_json
 from e2e_vl.cli.main import make_parser, print_errors
-from e2e_vl.data.user_images import find_images, to_image_file
+from e2e_vl.data.user_images import ImageFile, find_images, to_image_file
 from e2e_vl.data.user_inputs import read_boxes
 from e2e_vl.io import find_run, write_png
 from e2e_vl.samples import Question
@@ -59,7 +60,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         nargs="+",
         metavar="BOX",
         help="candidates instead of the detector's: x1,y1,x2,y2 or class:x1,y1,x2,y2 in pixels of the image, or a file "
-        "(JSON list, JSON object with `boxes` and optional `names`, or regions.npz of tools/extract_demo.py)",
+        "(JSON list, JSON object with `boxes` and optional `names`, a saved result, or regions.npz of e2e-vl extract)",
     )
     parser.add_argument(
         "--mask",
@@ -111,7 +112,9 @@ def read_questions(args: argparse.Namespace) -> list[Question]:
     if (args.json is None) == (args.text is None):
         raise UserError("Give either --image with --text, or --json, which contains the texts.")
     if args.json is not None:
-        asked = [((args.json.parent / one.image,), one.text) for one in read_json(args.json, list[QuestionEntry])]
+        asked = [
+            (image_of_entry(entry, args.json.parent), entry.text) for entry in read_json(args.json, list[QuestionEntry])
+        ]
     elif args.pair:
         asked = [(tuple(map(to_image_file, args.image)), args.text)]
     else:
@@ -122,6 +125,12 @@ def read_questions(args: argparse.Namespace) -> list[Question]:
     to_mask = None if args.mask is None else read_boxes(args.mask, "--mask")
     inputs: dict[str, Any] = {"choices": tuple(args.choices), "answer": args.answer, "boxes_to_mask": to_mask}
     return [Question(images[0], text, boxes, others=images[1:], **inputs) for images, text in asked]
+
+
+def image_of_entry(entry: QuestionEntry, folder: Path) -> tuple[ImageFile]:
+    """The image of an entry of --json: an address, or a path relative to the JSON file's folder."""
+    is_address = "://" in entry.image or entry.image.startswith("data:")
+    return (to_image_file(entry.image if is_address else folder / user_path(entry.image, "Image")),)
 
 
 def save_answer(folder: Path, answer: Answer) -> None:

@@ -185,7 +185,9 @@ class FeatureStore(abc.ABC):
     def __getitem__(self, image_id: str) -> RegionFeatures:
         """Regions of one image, checked by `RegionFeatures.check`."""
         if image_id not in self:
-            raise UserError(f"{self.path} has no features for image {image_id}; extract them too")
+            example = next(reversed(self.rows), None)
+            others = "of no image" if example is None else f"of images such as {example}"
+            raise UserError(f"{self.path} has no features for image {image_id}, but {others}; extract them too")
         record = self.read(image_id)
         record.check(image_id, f"{self.path}: image {image_id}")
         return record
@@ -273,14 +275,28 @@ class TsvStore(FeatureStore):
                     row = line.removeprefix(codecs.BOM_UTF8)
                     position = len(line) - len(row)
                     line = row
-                image_id = line.split(b"\t", 1)[0].decode("utf-8", "replace")
-                if image_id in offsets:
-                    skipped.add("rows of images that have a later row", image_id)
-                offsets[image_id] = position
+                if line.strip():
+                    if not offsets:
+                        self._check_columns(line)
+                    image_id = line.split(b"\t", 1)[0].decode("utf-8", "replace")
+                    if image_id in offsets:
+                        skipped.add("rows of images that have a later row", image_id)
+                    offsets[image_id] = position
                 position += len(line)
                 bar.update(len(line))
         skipped.log()
         return _Index(size, offsets)
+
+    def _check_columns(self, line: bytes) -> None:
+        """Raise a UserError if the first line is no row of a known format: other columns, compressed, UTF-16."""
+        counts = [len(columns) for columns in TSV_COLUMNS.values()]
+        number = line.count(b"\t") + 1
+        if number not in counts or b"\0" in line:
+            names = "; or ".join(", ".join(columns) for columns in TSV_COLUMNS.values())
+            raise UserError(
+                f"{self.path}: the first line is no row of region features in UTF-8, separated by tabs; the columns "
+                f"are {names}."
+            )
 
     def read(self, image_id: str) -> RegionFeatures:
         with self.path.open("rb") as file:

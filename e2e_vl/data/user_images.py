@@ -93,7 +93,7 @@ def _from_text(text: str) -> ImageFile:
         except (OSError, ValueError) as error:
             raise UserError(f"Image {text[:40]} is no data: URL ({first_line(error)}); give a path.") from error
     if address.startswith("file:"):
-        text = urllib.request.url2pathname(urlsplit(text).path)
+        text = _path_of_url(text)
     path = user_path(text, "Image")
     try:
         is_folder = path.is_dir()
@@ -102,6 +102,19 @@ def _from_text(text: str) -> ImageFile:
     if is_folder:
         raise UserError(f"{path} is a folder; give one image, or a list of images.")
     return path
+
+
+def _path_of_url(address: str) -> str:
+    """The path that a file: URL names on this machine."""
+    try:
+        parts = urlsplit(address)
+    except ValueError as error:
+        raise UserError(f"Image {address} is no file: URL ({first_line(error)}); give a path.") from error
+    if parts.netloc.lower() not in ("", "localhost"):
+        raise UserError(
+            f"Image {address} names '{parts.netloc}' as a machine; write file:/// and the whole path, or give a path."
+        )
+    return urllib.request.url2pathname(parts.path)
 
 
 def require_text(text: str) -> None:
@@ -265,8 +278,8 @@ def expand_images(images: Any) -> list[Any] | None:
 
     Args:
         images: a folder; a pattern such as "photos/*.jpg"; a list, an iterator or a series; or a batch, an array or a
-            tensor [N, 3, height, width] or [N, height, width, 3]. A list may contain folders, patterns and batches. A
-            tuple is one "image": several images that one text is about.
+            tensor [N, 3, height, width] or [N, height, width, 3]. A list may contain any of these, also lists. A tuple
+            is one "image": several images that one text is about.
 
     Raises:
         UserError: a folder has no image, a pattern fits nothing, or the images have no order.
@@ -282,7 +295,7 @@ def expand_images(images: Any) -> list[Any] | None:
         return None
     expanded: list[Any] = []
     for item in items:
-        several = None if isinstance(item, list) else expand_images(item)
+        several = expand_images(item)
         expanded += [item] if several is None else several
     return expanded
 
@@ -320,7 +333,9 @@ def list_items(values: Any) -> list[Any] | None:
 def _expand_path(text: str) -> list[Path] | None:
     """The images of a folder or a pattern; None for anything else."""
     require_text(text)
-    if _ADDRESS.match(text):
+    if text.lower().startswith("file:"):
+        text = _path_of_url(text)
+    elif _ADDRESS.match(text):
         return None
     path = user_path(text, "Image")
     try:

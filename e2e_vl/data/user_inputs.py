@@ -51,10 +51,15 @@ class _GivenDetection(Record):
 _Corners = Annotated[list[Pixel], Meta(min_length=4, max_length=5)]  # x1, y1, x2, y2 and optionally a score
 
 
+class _SavedRegion(Record):
+    box: _Corners
+
+
 class _BoxesFile(Record):
-    boxes: list[_Corners]
+    boxes: list[_Corners | Pixel] | None = None
     names: list[Name] | None = None
     segms: list[Outlines] | None = None
+    regions: list[_SavedRegion | _Corners] | None = None  # of results that were saved as JSON
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +101,8 @@ def list_images(source: str | Path, root: str | Path | None = None) -> list[List
                 images.append(ListedImage(str(row.id), root / row.file_name, size))
         else:
             lines = (line.strip() for line in read_text(source).split("\n"))
-            images = [ListedImage(_id(Path(line)), root / line) for line in lines if line]
+            paths = [user_path(line, f"{source}: the image") for line in lines if line]
+            images = [ListedImage(_id(path), root / path) for path in paths]
     if not images:
         raise UserError(f"{source}: no images found; supported suffixes are {', '.join(IMAGE_SUFFIXES)}")
     seen = set()
@@ -125,7 +131,10 @@ def read_given_boxes(path: str | Path) -> dict[str, GivenBoxes]:
     rows: list[tuple[str, FourNumbers, Id | None]] = []
     if isinstance(read_json(path), list):
         for number, detection in enumerate(read_json(path, list[_GivenDetection])):
-            box = box_corners(detection.box or detection.bbox or (0, 0, 0, 0), f"{path}: detection {number}")
+            sides = detection.box or detection.bbox
+            if sides is None:
+                raise UserError(f"{path}: detection {number} has no bbox, [x, y, width, height]; correct or remove it.")
+            box = box_corners(sides, f"{path}: detection {number}")
             rows.append((str(detection.image_id), box, detection.det_id))
         require_pixels(np.array([box for _, box, _ in rows]), str(path))
         size_of = {image_id: None for image_id, _, _ in rows}
@@ -154,8 +163,8 @@ def read_boxes(words: Sequence[str], source: str = "--boxes") -> AnnotatedObject
     """Boxes from a command line: a file, or `x1,y1,x2,y2` arguments, each optionally with a class (`person:1,2,30,40`).
 
     A file is JSON: a list of [x1, y1, x2, y2], or an object with such a list as `boxes` and optionally class names
-    `names` and outlines `segms`, as in VCR's metadata files (a score after each box is ignored); or `.npz` with
-    `boxes`, as written by tools/extract_demo.py.
+    `names` and outlines `segms`, as in VCR's metadata files (a score after each box is ignored), or the `regions` of a
+    saved result; or `.npz` with `boxes`, as written by tools/extract_demo.py.
     """
     if len(words) == 1 and "," not in words[0]:
         return _read_file(user_path(words[0], source))
@@ -176,18 +185,29 @@ def _read_file(path: Path) -> AnnotatedObjects:
         except (KeyError, OSError, ValueError, BadZipFile) as error:
             raise UserError(f"{path}: the file is missing or has no readable array 'boxes'.") from error
     else:
-        found = read_json(path, list[_Corners] | _BoxesFile)
-        content = _BoxesFile(found) if isinstance(found, list) else found
-        content.boxes = [box[:4] for box in content.boxes]
+        rows = read_json(path, list[_Corners | Pixel] | _BoxesFile)
+        content = _BoxesFile(rows) if isinstance(rows, list) else rows
+    boxes = _boxes_in(content, path)
     names, outlines = content.names, content.segms
-    if any(len(one) != len(content.boxes) for one in (names, outlines) if one is not None):
-        raise UserError(f"{path}: 'names' and 'segms' must have one entry for each of the {len(content.boxes)} boxes.")
+    if any(len(one) != len(boxes) for one in (names, outlines) if one is not None):
+        raise UserError(f"{path}: 'names' and 'segms' must have one entry for each of the {len(boxes)} boxes.")
     return AnnotatedObjects(
-        validate_boxes(content.boxes, str(path)),
+        validate_boxes(boxes, str(path)),
         str(path),
         names=None if names is None else tuple(names),
         outlines=None if outlines is None else [[np.array(one, float) for one in own] for own in outlines],
     )
+
+
+def _boxes_in(content: _BoxesFile, path: Path) -> list[list[float]]:
+    """The boxes of a file without their scores."""
+    rows = content.regions if content.boxes is None else content.boxes
+    if rows is None:
+        raise UserError(f"{path}: there are no `boxes`, a list of [x1, y1, x2, y2]; add them, or give another file.")
+    if rows and all(isinstance(row, float) for row in rows):
+        return [rows]  # the four numbers of one box
+    boxes = [row.box if isinstance(row, _SavedRegion) else row for row in rows]
+    return [box[:4] if isinstance(box, list) else [box] for box in boxes]
 
 
 def validate_boxes(boxes: Sequence[Sequence[float]], where: str) -> np.ndarray:
@@ -231,19 +251,24 @@ def require_inside(boxes: np.ndarray, size: tuple[int, int], origin: str, image:
         )
 
 
+def _field_of(value: Any, name: str) -> Any:
+    """An attribute of an object or an entry of a dict; the value itself if it has none of this name."""
+    return value.get(name, value) if isinstance(value, dict) else getattr(value, name, value)
+
+
 def convert_boxes(boxes: Any) -> AnnotatedObjects | None:
     """Parse a user's boxes.
 
     Args:
         boxes: numbers [R, 4] or [4], xyxy in pixels of the original image, in lists, arrays or tensors; an object or a
-            dict that has such `boxes`; or strings or a file as in `--boxes`.
+            dict that has such `boxes`; regions, each with a `box`; or strings or a file as in `--boxes`.
 
     Raises:
         UserError: they are none of these.
     """
     if boxes is None or isinstance(boxes, AnnotatedObjects):
         return boxes
-    boxes = boxes.get("boxes", boxes) if isinstance(boxes, dict) else getattr(boxes, "boxes", boxes)
+    boxes = _field_of(_field_of(boxes, "boxes"), "box")
     if isinstance(boxes, str | os.PathLike):
         boxes = [os.fsdecode(boxes)]
     layout = str(getattr(boxes, "format", "XYXY"))  # of torchvision's BoundingBoxes
@@ -253,6 +278,14 @@ def convert_boxes(boxes: Any) -> AnnotatedObjects | None:
     values = boxes if values is None else values
     if isinstance(values, Sequence) and len(values) and all(isinstance(word, str) for word in values):
         return read_boxes(values, "boxes")
+    if isinstance(values, list | tuple):
+        if any(hasattr(item, "boxes") for item in values):
+            raise UserError(
+                "boxes: the boxes apply to all images of a call; ask about one image at a time, with its boxes."
+            )
+        values = [_field_of(item, "box") for item in values]
+        if not values:
+            values = np.zeros((0, 4))
     try:
         corners = np.atleast_2d(np.asarray(values, dtype=np.float64))
     except (TypeError, ValueError, RuntimeError) as error:

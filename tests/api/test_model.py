@@ -388,8 +388,12 @@ def test_a_stated_score_or_limit_on_regions_wins(demo_model):
     none = demo_model.regions(photo, min_score=1.0)
     assert len(none) == 0 and none.boxes.shape == (0, 4) and none.features.shape == (0, every.features.shape[1])
     assert repr(none) == f"<0 ImageRegions with {every.features.shape[1]} features>" and none.draw().width > 0
-    for wrong in ({"min_regions": 4, "max_regions": 3}, {"min_score": 50}, {"boxes": [1, 2, 30, 40], "min_score": 0.5}):
-        with pytest.raises(UserError, match=r"min_regions|min_score"):
+    assert len(demo_model.regions(photo, max_regions=np.int64(3))) == 3
+    for wrong in (
+        *({"min_regions": 4, "max_regions": 3}, {"min_score": 50}, {"boxes": [1, 2, 30, 40], "min_score": 0.5}),
+        *({"min_score": "0.5"}, {"max_regions": 2.5}, {"max_regions": "3"}, {"min_regions": -1}, {"max_regions": 0}),
+    ):
+        with pytest.raises(UserError, match=r"_regions|min_score"):
             demo_model.regions(photo, **wrong)
 
 
@@ -494,6 +498,13 @@ def test_many_images_and_texts_of_any_type(demo_model, tmp_path):
     assert len(demo_model.ask(scene.image, texts[0], top_k=np.int64(3)).top_boxes) == 3
     with pytest.raises(UserError, match="empty tuple"):
         demo_model.ask((), texts[0])
+    with pytest.raises(UserError, match=r"'\\udcff star' has characters that are not Unicode"):
+        demo_model.ask(scene.image, "\udcff star")
+    every = demo_model.regions(scene.image)
+    for some in (every[0], list(every)[:1], {"boxes": every[:1].boxes}):
+        assert len(demo_model.ask(scene.image, texts[0], boxes=some).boxes) == 1
+    with pytest.raises(UserError, match="ask about one image at a time"):
+        demo_model.ask([scene.image, scene.image], texts[0], boxes=[every, every])
 
 
 def test_results_as_json_and_as_files(demo_model, tmp_path):

@@ -153,6 +153,18 @@ def test_the_phrases_of_a_sentence_get_the_boxes_of_the_evaluation(run_of, answe
     np.testing.assert_allclose(answer["scores"], [record["scores"][row] for row in rows], atol=1e-3)
 
 
+def test_a_file_of_questions_has_paths_and_addresses(trained_run, tmp_path, capsys):
+    image, file = first_image(trained_run.path), tmp_path / "questions.json"
+    (tmp_path / "a.png").write_bytes(image.read_bytes())
+    file.write_text(json.dumps([{"image": name, "text": "star"} for name in ("a.png", str(image), image.as_uri())]))
+    assert tool.main(["ask", "--run", str(trained_run.path), "--json", str(file)]) == 0
+    scores = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line[0].isdigit()]
+    assert len(scores) == 3 and len(set(scores)) == 1
+    for name, message in (("gs://bucket/a.png", "is a URL"), (".", "is a folder")):
+        file.write_text(json.dumps([{"image": name, "text": "star"}]))
+        assert message in refused(["ask", "--run", str(trained_run.path), "--json", str(file)], capsys)
+
+
 def test_bad_images_of_a_folder_do_not_lose_the_other_answers(trained_run, tmp_path, capsys):
     folder, out, content = tmp_path / "photos", tmp_path / "out", first_image(trained_run.path).read_bytes()
     folder.mkdir()

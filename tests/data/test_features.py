@@ -134,7 +134,11 @@ def test_forked_workers_read_at_once(layout: str, tmp_path: Path, records):
 
 
 @pytest.mark.parametrize(
-    ("name", "content"), [("f.tsv", b"1\t2\n"), ("f.h5", b"x"), ("f.lmdb", b"x"), ("f.zip", b""), ("1.npz", b"PK")]
+    ("name", "content"),
+    [
+        *(("f.tsv", row) for row in (b"1\t2\n", b"1,640,480,0,,\n", b"\x1f\x8b", "1\t9\t9\t0\t\t\n".encode("utf-16"))),
+        *(("f.h5", b"x"), ("f.lmdb", b"x"), ("f.zip", b""), ("1.npz", b"PK")),
+    ],
 )
 def test_damaged_and_missing_files_are_named(name: str, content: bytes, tmp_path: Path):
     path = tmp_path if name.endswith(".npz") else tmp_path / name
@@ -161,9 +165,11 @@ def test_names_in_upper_case_and_files_of_macos(layout: str, tmp_path: Path, rec
 def test_repeated_rows_of_a_tsv_file_are_counted(tmp_path: Path, records, caplog):
     path = write("tsv", tmp_path, records)
     first, *rest = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([first, *rest, first]))
+    path.write_bytes(b"".join([b"\n", first, *rest, first, b"\r\n", b"\n"]))
     image_id = first.split(b"\t")[0].decode()
     assert sorted(open_features(path).ids) == sorted(record.image_id for record in records)
+    with refused("no features for image 77", "such as"):
+        open_features(path)["77"]
     assert f"skipped 1 rows of images that have a later row: {image_id}" in caplog.text
 
 

@@ -104,6 +104,9 @@ def test_arrays_and_modes_that_only_memory_has():
         (7, "not int"),
         (b"no image", "the bytes given"),
         (".", "is a folder; give one image"),
+        ("file://photos/a.png", "names 'photos' as a machine"),
+        ("file://[a/b.png", "is no file: URL"),
+        ("gs://bucket/a.png", "is a URL, not a path"),
         ("https://127.0.0.1:1/a.png", "could not be fetched .*refused"),
     ],
 )
@@ -161,7 +164,8 @@ def test_many_images(tmp_path, caplog):
     assert names(f"{tmp_path}/x [1]/*") == ["x [1]/a.heic"]
     assert names(f"{tmp_path}/[ni]*") == ["img2.png", "img10.png"] and "notes.txt" in caplog.text
     assert names([f"{tmp_path}/b", tmp_path / "img2.png"]) == ["b/1.gif", "img2.png"]
-    assert names(path for path in [tmp_path / "b"]) == ["b/1.gif"]
+    assert names(path for path in [tmp_path / "b"]) == names((tmp_path / "b").as_uri()) == ["b/1.gif"]
+    assert names([[tmp_path / "b"], [tmp_path / "img2.png"]]) == ["b/1.gif", "img2.png"]
     assert [len(expand_images(np.zeros(shape))) for shape in ((2, 3, 5, 6), (1, 5, 6, 3))] == [2, 1]
     texts = ["a.png", "b.png"]
     assert expand_images(np.array(texts)) == texts == expand_images(dict.fromkeys(texts).keys())

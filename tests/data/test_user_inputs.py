@@ -53,6 +53,9 @@ def test_lists_that_cannot_be_used(tmp_path):
     (tmp_path / "a\tb.jpg").touch()
     with refused("a\\tb"):
         list_images(tmp_path)
+    (tmp_path / "list.txt").write_text("https://example.org/a.jpg")
+    with refused("list.txt", "is a URL"):
+        list_images(tmp_path / "list.txt")
     (tmp_path / "bad.json").write_text('{"images": [{"id": 1}]}')
     with refused("bad.json", "images[0]", "file_name"):
         list_images(tmp_path / "bad.json")
@@ -110,6 +113,9 @@ def test_boxes_of_a_file(tmp_path):
     np.testing.assert_array_equal(given.boxes, [[1, 2, 3, 4]])
     assert given.names == ("cat",) and given.origin.endswith("one.json")
     np.testing.assert_array_equal(given.outlines[0], outline)
+    for saved in ([1, 2, 3, 4], {"regions": [{"box": [1, 2, 3, 4], "name": "cat"}]}, {"regions": [[1, 2, 3, 4]]}):
+        (tmp_path / "one.json").write_text(json.dumps(saved))
+        np.testing.assert_array_equal(read_boxes([str(tmp_path / "one.json")]).boxes, [[1, 2, 3, 4]])
     np.savez(tmp_path / "some.npz", boxes=np.array([[1, 2, 3, 4]]))
     np.testing.assert_array_equal(read_boxes([str(tmp_path / "some.npz")]).boxes, [[1, 2, 3, 4]])
     np.savez(tmp_path / "bad.npz", rows=np.eye(4))
@@ -130,6 +136,8 @@ def test_boxes_of_a_file(tmp_path):
         ("[[1, 2, 3]]", "[0]"),
         ("[[1, 2, 3, 4], [5, 6, 5, 9]]", "[5.0, 6.0, 5.0, 9.0]"),
         ("[]", "no box"),
+        ("{}", "no `boxes`"),
+        ("[1, [1, 2, 3, 4]]", "not a box"),
         ("[", "JSON"),
         ('{"boxes": [[1, 2, 3, 4]], "names": ["a", "b"]}', "names"),
         ('{"boxes": [[1, 2, 3, 4]], "segms": [[[1, 2]]]}', "segms[0]"),
@@ -157,12 +165,13 @@ def test_forms_of_boxes():
         *([1, 2, 30, 40], ((1, 2, 30, 40),), "1,2,30,40", np.array(["1,2,30,40"]), iter(numbers), np.array([numbers])),
         *(torch.tensor(numbers), torch.tensor(numbers).bfloat16(), [torch.tensor(numbers[0])]),
         *({"boxes": numbers}, types.SimpleNamespace(boxes=numbers)),
+        *({"box": numbers[0]}, types.SimpleNamespace(box=numbers[0]), [{"box": np.array(numbers[0])}]),
         tv_tensors.BoundingBoxes(numbers, format=kinds.XYXY, **on_canvas),
     ):
         assert convert_boxes(boxes).boxes.tolist() == numbers
     for boxes in (
         *([], [[1, 2, 3, 4, 0.5, 6]], [[1, 2, 1, 4]], [[1, 2, np.nan, 4]], [[1, 2], [3]], [None], 5, b"1,2,3,4"),
-        *([{"bbox": [1, 2, 3, 4]}], np.zeros((2, 3, 4))),
+        *([{"bbox": [1, 2, 3, 4]}], np.zeros((2, 3, 4)), [types.SimpleNamespace(boxes=numbers)]),
         tv_tensors.BoundingBoxes(numbers, format=kinds.XYWH, **on_canvas),
     ):
         with pytest.raises(UserError, match="boxes"):

@@ -4,11 +4,13 @@ import argparse
 import copy
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from detector.checkpoint import check_arrays, load_checkpoint, load_weights, read_tensors, save_weights
 from detector.config import DetectorConfig
@@ -113,7 +115,11 @@ def test_files_that_are_not_weights(tmp_path: Path, plain: FasterRCNN):
     published.write_pickle(tmp_path / "list.pkl", [1])
     for name in ("text.pth", "text.safetensors"):
         (tmp_path / name).write_text("not weights")
-    faults = {"code.pth": "no code in it was executed", "encoder.pth": "unknown layout", "text.pth": "cannot be read"}
+    (tmp_path / "page.pth").write_text("<!DOCTYPE html><html>")
+    (tmp_path / "pointer.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    (tmp_path / "empty.pkl").touch()
+    faults = {"page.pth": "HTML page", "pointer.safetensors": "pointer of Git LFS", "empty.pkl": "an empty file"}
+    faults |= {"code.pth": "no code in it was executed", "encoder.pth": "unknown layout", "text.pth": "cannot be read"}
     faults |= {"text.safetensors": "cannot be read"}
     faults |= dict.fromkeys(("other.pth", "text.pkl", "list.pkl"), "not a tensor")
     for name, fault in faults.items():
@@ -150,6 +156,12 @@ WEIGHTS = {"a.w": torch.ones(2)}
 def test_weights_are_read_whatever_is_beside_and_around_them(tmp_path: Path, content: dict, is_zip: bool):
     torch.save(content, tmp_path / "a.pth", _use_new_zipfile_serialization=is_zip)
     assert list(read_tensors(tmp_path / "a.pth")) == ["a.w"]
+
+
+@pytest.mark.parametrize(("save", "name"), [(save_file, "a.pth"), (save_file, "a.bin"), (torch.save, "a.safetensors")])
+def test_the_content_of_a_file_tells_its_format(tmp_path: Path, save: Callable[..., None], name: str):
+    save({f"_orig_mod.{key}": value for key, value in WEIGHTS.items()}, tmp_path / name)
+    assert list(read_tensors(tmp_path / name)) == ["a.w"]
 
 
 @pytest.mark.parametrize(

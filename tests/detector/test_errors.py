@@ -29,5 +29,10 @@ def test_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert user_path("~/a") == user_path(Path("~/a")) == tmp_path / "a"
     assert user_path("a/~/b c:d") == Path("a/~/b c:d")
-    with pytest.raises(UserError, match=r"The image .*https://example"):
-        user_path("https://example.org/a.jpg", "The image")
+    assert user_path("~nosuchuser/a") == Path("~nosuchuser/a") and user_path(b"a") == Path("a")
+    for written in ("https://example.org/a.jpg", "gs://example/a.jpg", "HF://a/b", "blob:https://example.org/a"):
+        with pytest.raises(UserError, match=rf"The image '{written}' is a URL"):
+            user_path(written, "The image")
+    for written in (None, 3, ["a"]):
+        with pytest.raises(UserError, match="The image must be a path, not"):
+            user_path(written, "The image")
