@@ -256,6 +256,7 @@ REFUSED = {  # what is wrong -> files of the export, parts of the message
         coco_of({"attributes": {"rotation": "left"}}, {"rotation": 0.5}),
         ["annotation 5; x.json, annotation 6. Export"],
     ),
+    "suffix of another photo": ({"b.csv": BOX + "a.png,mug,1,2,3,4,x\n"}, ["not in", "(1): a.png"]),
     "no columns of a box": ({"b.csv": "image,label,xc,yc,w,h\na.jpg,mug,1,2,3,4\n"}, ["first line", "xc, yc"]),
     "VIA": ({"b.csv": "filename,region_shape_attributes\n"}, ["COCO"]),
     "empty": ({"b.csv": "image,label,x,y,width,height\n"}, ["no boxes"]),
@@ -337,6 +338,7 @@ READ = {  # what is odd -> files of the export, the boxes of a.jpg, part of what
         "beside those of COCO are not read (1)",
     ),
     "another photo": ({"b.json": labelme_of({})["a.json"]}, [[1, 2, 29, 38]], "name another photo"),
+    "converted photo": (coco_of({}, name="a.HEIC"), [[10, 20, 30, 40]], "another suffix than in the export (1)"),
     "two folders": (
         {f"{part}/a.json": labelme_of({})["a.json"] for part in "xy"},
         [[1, 2, 29, 38]],

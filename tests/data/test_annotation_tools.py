@@ -54,6 +54,7 @@ def test_photos_are_found_by_the_names_of_tools(tmp_path):
         "labels/train/p": "train/p.JPG",
         "a%20b.png": "a b.png",
         "90fbb0c7-mug_blue_1.jpg": "mug, blue (1).jpg",
+        "labels/90fbb0c7-mug_blue_1": "mug, blue (1).jpg",
         "caf\xe9.jpg": "cafe\u0301.jpg",
         "https://host/mug.jpg?width=640": "mug.jpg",
         "x.y": "x.y.png",

@@ -78,7 +78,8 @@ class Photos:
         for path in self.files:
             self._by_name.setdefault(_normalise(path.name), []).append(path)
             self._by_stem.setdefault(_normalise(path.stem), []).append(path)
-            self._by_upload.setdefault(_upload_name(path.name), []).append(path)
+            for written in (path.name, path.stem):
+                self._by_upload.setdefault(_upload_name(written), []).append(path)
         self._in_other_formats: dict[str, list[str]] = {}
         for path in list_files(folder, _OTHER_FORMATS):
             for name in (path.name, path.stem):
@@ -107,6 +108,12 @@ class Photos:
             ranks.append((len(shared_folders), last in (path.name, path.stem)))
         best = max(ranks, default=None)
         return [path.as_posix() for path, rank in zip(paths, ranks, strict=True) if rank == best]
+
+    def with_another_suffix(self, name: str) -> list[str]:
+        """The photos that a name means but for its suffix, as after a conversion to another format."""
+        path = PureWindowsPath(name)
+        is_photo = path.suffix.lower() in (*PHOTOS, *_OTHER_FORMATS)
+        return self.candidates(str(path.with_suffix(""))) if is_photo else []
 
     def in_other_formats(self, name: str) -> list[str]:
         """The files of a name, or of a name without suffix, that are photos in formats that are not read."""

@@ -90,8 +90,16 @@ def _find_photos(
     """The photos of the names that mean exactly one."""
     photo_of = {}
     missing = set()
-    for image, other_name in dict.fromkeys(map(_name, annotations)):
+    names = list(dict.fromkeys(map(_name, annotations)))
+    named_photos: set[str] = set()
+    for image, _ in names:
+        named_photos.update(photos.candidates(image))
+    for image, other_name in names:
         candidates = photos.candidates(image)
+        if not candidates:
+            candidates = [photo for photo in photos.with_another_suffix(image) if photo not in named_photos]
+            if candidates:
+                remarks.note("photos have another suffix than in the export", image)
         namesakes = photos.candidates(other_name) if other_name else []
         if not candidates and namesakes:
             candidates = namesakes
