@@ -148,7 +148,7 @@ def open_image(source: str | Path | bytes, name: str) -> Image.Image:
         UserError: the format is not supported.
     """
     try:
-        return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
+        return Image.open(_stream(source), formats=FORMATS)
     except UnidentifiedImageError:
         kind = name_kind(_first_bytes(source))
     if kind is None:
@@ -160,12 +160,16 @@ def open_image(source: str | Path | bytes, name: str) -> Image.Image:
             from pillow_heif import register_heif_opener
 
             register_heif_opener()
-            return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=("HEIF",))
+            return Image.open(_stream(source), formats=("HEIF",))
     elif kind == "an AVIF image":
         advice = "pip install 'pillow>=11.3', or convert it to JPEG"
     else:
         advice = "check its address, replace it, or convert it to JPEG or PNG"
     raise UserError(f"Image {name} is {kind}, which cannot be read; {advice}.")
+
+
+def _stream(source: str | Path | bytes) -> str | Path | io.BytesIO:
+    return io.BytesIO(source) if isinstance(source, bytes) else source
 
 
 def _first_bytes(source: str | Path | bytes) -> bytes:

@@ -211,7 +211,8 @@ class PickledArray(np.ndarray):
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         version, shape, dtype, is_fortran, content = state
-        array = _pickled_values(content, dtype, shape, "F" if is_fortran else "C")
+        order: Literal["C", "F"] = "F" if is_fortran else "C"
+        array = _pickled_values(content, dtype, shape, order)
         super().__setstate__((version, array.shape, array.dtype, bool(is_fortran), array.tobytes("A")))
 
 
@@ -420,7 +421,8 @@ def flush_to_disk(path: Path) -> None:
     is_windows = os.name == "nt"  # it opens no folders, and flushes only files that are open for writing
     if is_windows and path.is_dir():
         return
-    handle = os.open(path, os.O_RDWR if is_windows else os.O_RDONLY)
+    mode = os.O_RDWR if is_windows else os.O_RDONLY
+    handle = os.open(path, mode)
     try:
         os.fsync(handle)
     finally:

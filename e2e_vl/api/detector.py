@@ -103,10 +103,10 @@ class TrainedDetector:
             return self.find_regions(to_image_file(image), given_boxes, rule)
         return [self.find_regions(to_image_file(single_image), given_boxes, rule) for single_image in images]
 
-    def find_regions(self, file: ImageFile, given: AnnotatedObjects | None, rule: SelectionRule) -> ImageRegions:
+    def find_regions(self, file: ImageFile, given_boxes: AnnotatedObjects | None, rule: SelectionRule) -> ImageRegions:
         """`regions` without `warnings.warn`."""
         with computing_in(self.dtype, self.device):
-            regions = extract_image(file, self.source, rule, given)
+            regions = extract_image(file, self.source, rule, given_boxes)
         if self.class_names is None:
             names = [f"class {class_index}" for class_index in regions.classes]
         else:
@@ -122,5 +122,5 @@ class TrainedDetector:
             features=regions.features,
             attributes=attributes,
             image=file,
-            warning=self.source.warning if given is None else "",
+            warning=self.source.warning if given_boxes is None else "",
         )

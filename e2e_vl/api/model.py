@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -390,8 +391,11 @@ class TrainedModel(
             rows = torch.stack([one[text, :, position, length : length + len(kept)] for one in maps]).float().cpu()
             last = next((row for row in rows.flip(0) if row.any()), rows[-1])  # not all maps attend to regions
             attention = last.mean(dim=0)[kept].numpy()
-        words = [question.text, *question.choices, *([] if question.answer is None else [question.answer])]
-        unknown = tuple(dict.fromkeys(word for one in words for word in unknown_words(one, self.tokenizer)))
+        sentences = [question.text, *question.choices]
+        if question.answer is not None:
+            sentences.append(question.answer)
+        unknown_in_each = [unknown_words(sentence, self.tokenizer) for sentence in sentences]
+        unknown = tuple(dict.fromkeys(itertools.chain.from_iterable(unknown_in_each)))
         doubts = tuple(self._doubts(question, unknown, prediction))
         prediction.is_unsure = bool(doubts)
         ranked, lines = task.ranked(prediction), task.answer_lines(prediction)

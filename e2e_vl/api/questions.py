@@ -25,6 +25,8 @@ def make_questions(image: Any, text: Any, boxes: Any, choices: Any, answer: Any)
     texts = list_items(text)
     lists = [values for values in (images, texts) if values is not None]
     count = len(lists[-1]) if lists else 1
+    if choices is None:
+        choices = ()
     all_images = repeat_for_questions(
         image if images is None else images,
         count,
@@ -33,7 +35,7 @@ def make_questions(image: Any, text: Any, boxes: Any, choices: Any, answer: Any)
     )
     all_texts = repeat_for_questions(text if texts is None else texts, count, is_text, "text must be a string")
     all_choices = repeat_for_questions(
-        list_items(() if choices is None else choices),
+        list_items(choices),
         count,
         lambda value: isinstance(value, list | tuple) and all(map(is_text, value)),
         "choices must be a list of strings",

@@ -187,7 +187,8 @@ class RunParts:
             problems.append(str(error))
         try:
             config = resolve_resize(config)
-            model = build_model_without_weights(config, BERT_WORDPIECES if tokenizer is None else len(tokenizer))
+            vocab_size = BERT_WORDPIECES if tokenizer is None else len(tokenizer)
+            model = build_model_without_weights(config, vocab_size)
         except (ValueError, OSError) as error:
             problems.append(str(error))
         return cls(config, model, tokenizer, tuple(problems))
@@ -260,7 +261,8 @@ class SplitReader:
         """Check what a run checks before its first step."""
         from e2e_vl.run.build import check_training_data
 
-        detector, settings = self.model.detector, self.config.detector
+        detector = self.model.detector
+        settings = self.config.detector
         has_named_classes = settings.weights is not None and settings.expect in ("all", "no_attributes")
         if has_named_classes and dataset.class_names is not None:  # the weights, which are not loaded, may name them
             detector.class_names = tuple(dataset.class_names)
@@ -277,7 +279,8 @@ class SplitReader:
         from e2e_vl.data.image_loader import ImageLoader
         from e2e_vl.run.build import build_loader, make_examples
 
-        config, split = self.config, self.report.split
+        config = self.config
+        split = self.report.split
         for source in boxes:
             try:
                 loader = build_loader(config, self.model, dataset, source, training=self.is_training)

@@ -155,7 +155,7 @@ def read_detectron(paths: list[Path], size_of: dict[str, tuple[int, int]]) -> It
             image_id = re.sub(r"^COCO_[a-z]+\d{4}_0*|\.(png|jpg)(\.npz)?$", "", str(name))
             where = f"{path}: {image_id}"
             with reading(where, TypeError, ValueError, IndexError):
-                features, boxes, scores = (np.asarray(one) for one in entry)
+                features, boxes, scores = (np.asarray(values) for values in entry)
                 width, height = np.ceil(boxes[:, 2:].max(axis=0)).astype(int).tolist()
             height, width = size_of.get(image_id, (height, width))
             if scores.shape != (len(boxes),):

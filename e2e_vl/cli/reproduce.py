@@ -246,7 +246,8 @@ class Chain:
         for file in self.files.values():
             if not file.download:
                 yield f"# needs {self.data / file.path}: {file.address}"
-        if download := self.download_command(only_missing=False):
+        download = self.download_command(only_missing=False)
+        if download:
             yield f"e2e-vl {shlex.join(download)}"
         for name in self.steps:
             words = self.command(name)
@@ -308,7 +309,9 @@ def _describe_training(name: str, step: Step, words: list[str], *, with_estimate
 
 def write_script(path: Path, title: str, chains: Sequence[Chain], launch: str | None) -> None:
     """Write the chains as an executable shell script; a step that several chains share is there once."""
-    commands = dict.fromkeys(line for chain in chains for line in chain.script_lines(launch))
+    commands: dict[str, None] = {}
+    for chain in chains:
+        commands |= dict.fromkeys(chain.script_lines(launch))
     lines = ["#!/usr/bin/env bash", f"# {title}", "set -euo pipefail", *commands]
     with atomic_file(path) as part:
         part.write_text("\n".join(lines) + "\n", encoding="utf-8", newline="\n")

@@ -500,7 +500,8 @@ class ExampleDataset(Dataset):
     def fingerprint(self) -> str:
         """A hash of the records that were read, but of no image: it tells whether a split has changed."""
         reader = self.loader.box_reader
-        return fingerprint(itertools.chain(self.dataset.contents(), () if reader is None else reader.contents()))
+        boxes = () if reader is None else reader.contents()
+        return fingerprint(itertools.chain(self.dataset.contents(), boxes))
 
     def __getitem__(self, request: Request) -> Example:
         """Load the request's image once, with all texts of the request."""

@@ -511,7 +511,7 @@ def write_hdf5(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, A
         _append(file, "ids", np.array(ids))
         _append(file, "image_sizes", np.array(sizes, dtype=np.int64).reshape(-1, 2))
         _append(file, "starts", np.array(starts, dtype=np.int64))
-        file.attrs["index_sha256"] = _index_digest((one.decode() for one in ids), sizes, starts)
+        file.attrs["index_sha256"] = _index_digest((image_id.decode() for image_id in ids), sizes, starts)
 
 
 def _append(file: Any, name: str, rows: np.ndarray) -> None:

@@ -141,7 +141,8 @@ def find_pieces(path: str | Path) -> list[Path]:
         return [path]
     folder = path if path.is_dir() else path.with_suffix("")
     numbered = {}
-    for piece in files_in(folder, (".json",), deep=False) if folder.is_dir() else ():
+    pieces = files_in(folder, (".json",), deep=False) if folder.is_dir() else []
+    for piece in pieces:
         if found := re.fullmatch(rf"{re.escape(folder.name)}_([0-9]+)", piece.stem):
             numbered[int(found[1])] = piece
     if not numbered or len(numbered) <= max(numbered):

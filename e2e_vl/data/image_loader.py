@@ -8,6 +8,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -81,7 +82,8 @@ class BoxesOfParts(BoxReader):
 
     def __init__(self, readers: Sequence[BoxReader]) -> None:
         self.readers = readers
-        self.files = list(dict.fromkeys(file for reader in readers for file in reader.files))
+        files = itertools.chain.from_iterable(reader.files for reader in readers)
+        self.files = list(dict.fromkeys(files))
 
     def of_part(self, part: int) -> BoxReader:
         return self.readers[part]

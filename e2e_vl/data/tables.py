@@ -135,7 +135,8 @@ def fingerprint(contents: Iterable[np.ndarray | list[Any] | dict[str, Any] | Non
     encode = msgspec.msgpack.Encoder(order="deterministic").encode
     digest = hashlib.blake2b(digest_size=16)
     for value in contents:
-        digest.update(np.ascontiguousarray(value).data if isinstance(value, np.ndarray) else encode(value))
+        content = np.ascontiguousarray(value).data if isinstance(value, np.ndarray) else encode(value)
+        digest.update(content)
     return digest.hexdigest()
 
 
@@ -400,7 +401,8 @@ def _list_members(archive: Path) -> np.ndarray:
         if checksums.setdefault(member.filename, member.CRC) != member.CRC:
             raise UserError(f"{archive}: two different members have the name {member.filename}; remove one of them")
     rows = [
-        (hash_name(one.filename), one.header_offset, one.compress_size, one.compress_type, one.CRC) for one in members
+        (hash_name(member.filename), member.header_offset, member.compress_size, member.compress_type, member.CRC)
+        for member in members
     ]
     return np.array(sorted(rows), dtype=np.int64).T.copy()
 

@@ -267,7 +267,7 @@ def _in_natural_order(paths: Iterable[Path], base: Path, source: str) -> list[Pa
             is_hidden = any(part.startswith(".") for part in path.relative_to(base).parts)
             (hidden if is_hidden else images).append(path)
     if hidden:
-        logger.warning("%s: %d hidden image files are skipped, such as %s.", source, len(hidden), hidden[0])
+        logger.warning("%s: skipped %d hidden image files, such as %s.", source, len(hidden), hidden[0])
     if not images:
         raise UserError(f"{source}: no images found; supported suffixes are {', '.join(IMAGE_SUFFIXES)}")
     return sorted(images, key=lambda path: (natural_key(path), path))
@@ -339,7 +339,8 @@ def _expand_path(text: str) -> list[Path] | None:
         return None
     path = user_path(text, "Image")
     try:
-        is_folder, exists = path.is_dir(), path.exists()
+        is_folder = path.is_dir()
+        exists = path.exists()
     except OSError:  # the name is too long, which `to_image_file` says
         return None
     if is_folder:
@@ -349,7 +350,8 @@ def _expand_path(text: str) -> list[Path] | None:
 
 def _expand_pattern(pattern: Path) -> list[Path]:
     """The images that fit a pattern, and those in folders that fit it, in natural order."""
-    base, parts = Path(pattern.anchor), list(pattern.relative_to(pattern.anchor).parts)
+    base = Path(pattern.anchor)
+    parts = list(pattern.relative_to(base).parts)
     while (base / parts[0]).exists():  # also a folder with brackets in its name
         base /= parts.pop(0)
     matches = list(base.glob("/".join(parts)))
@@ -357,10 +359,11 @@ def _expand_pattern(pattern: Path) -> list[Path]:
         raise UserError(f"{pattern}: no file fits this pattern; check it, or give a folder.")
     paths: dict[Path, None] = {}  # without repetitions: `**` finds a folder and what is in it
     for path in matches:
-        paths |= dict.fromkeys(path.rglob("*") if path.is_dir() else [path])
+        inner_paths = path.rglob("*") if path.is_dir() else [path]
+        paths |= dict.fromkeys(inner_paths)
     others = [path for path in matches if path.is_file() and path.suffix.lower() not in IMAGE_SUFFIXES]
     if others:
-        logger.warning("%s: %d files are skipped, which are no images: %s, ...", pattern, len(others), others[0])
+        logger.warning("%s: skipped %d files that are not images, such as %s.", pattern, len(others), others[0])
     return _in_natural_order(paths, base, str(pattern))
 
 

@@ -106,9 +106,13 @@ def extract_images(job: ExtractionJob, accelerator: Accelerator) -> ExtractionSu
 def _extract_locked(
     job: ExtractionJob, accelerator: Accelerator, lock: contextlib.ExitStack
 ) -> tuple[ExtractionSummary, bool]:
-    """`extract_images`; also returns whether this process has merged the files of the images, which are then useless.
+    """Extract the features of all images, see `extract_images`.
 
-    `lock`: gets the lock of the folder.
+    Args:
+        lock: gets the lock of the folder.
+
+    Returns:
+        a summary, and whether this process has merged the files of the single images, which are then of no use.
     """
     # only the main process lists the folder, or others could see files that it has just written
     found: list[Any] = [_prepare(job, lock) if accelerator.is_main_process else None]

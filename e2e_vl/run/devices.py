@@ -76,5 +76,6 @@ def computing_in(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
     Weights and coordinates of boxes stay float32 (autocast), as in training in mixed precision: bfloat16 has steps of
     4 pixels at 1000.
     """
-    with torch.autocast(device.type, None if dtype == torch.float32 else dtype, enabled=dtype != torch.float32):
+    is_reduced = dtype != torch.float32
+    with torch.autocast(device.type, dtype if is_reduced else None, enabled=is_reduced):
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,11 @@ class _Image(Record):
     file_name: Name
     width: float | None = None
     height: float | None = None
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """(width, height); None if the file does not state both."""
+        return (round(self.width), round(self.height)) if self.width and self.height else None
 
 
 class _Annotation(Record):
@@ -89,7 +95,7 @@ def read_coco(path: Path, source: Path, remarks: Remarks) -> Iterator[Annotation
             label,
             corners,
             id=id_,
-            image_size=(round(image.width), round(image.height)) if image.width and image.height else None,
+            image_size=image.size,
             text=_expression(attributes, where, remarks),
             folder_split=split_of_path(file_name) or split_of_folders(image.file_name),
             is_crowd=bool(row.iscrowd),
@@ -103,7 +109,8 @@ def _corners(row: _Annotation) -> FourNumbers | None:
         return x, y, x + width, y + height
     if row.bbox or not isinstance(row.segmentation, list):
         return None
-    numbers = [number for polygon in row.segmentation if isinstance(polygon, list) for number in polygon]
+    polygons = [polygon for polygon in row.segmentation if isinstance(polygon, list)]
+    numbers = list(itertools.chain.from_iterable(polygons))
     if len(numbers) < 6 or len(numbers) % 2 or not all(isinstance(number, int | float) for number in numbers):
         return None
     return enclosing_corners(np.array(numbers, dtype=np.float64).reshape(-1, 2))

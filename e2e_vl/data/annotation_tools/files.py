@@ -24,4 +24,5 @@ def list_files(folder: Path, suffixes: Sequence[str]) -> list[Path]:
 
 def relative_name(path: Path, source: Path) -> str:
     """How messages name a file of an export: relative to the folder that is read."""
-    return path.relative_to(source if source.is_dir() else source.parent).as_posix()
+    folder = source if source.is_dir() else source.parent
+    return path.relative_to(folder).as_posix()

@@ -94,7 +94,8 @@ def enclosing_corners(points: np.ndarray) -> FourNumbers:
 def split_name(word: str) -> str:
     """The split that a column names: "Valid" and "validation" are val; other names stay as they are."""
     word = word.strip()
-    return SPLITS.get(word.casefold(), word.casefold() if word.casefold() in ("train", "val", "test") else word)
+    name = SPLITS.get(word.casefold(), word.casefold())
+    return name if name in ("train", "val", "test") else word
 
 
 def split_of_path(path: str) -> str:

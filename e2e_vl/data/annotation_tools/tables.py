@@ -141,7 +141,8 @@ def _read_lines(path: Path, remarks: Remarks, *, need_boxes: bool) -> Iterator[_
     first, _, rest = text.partition("\n")
     line_number = 1
     if re.fullmatch(r"sep=.", first.strip()):  # Excel's
-        text, line_number = rest, 2
+        text = rest
+        line_number = 2
     separator = _find_separator(text.partition("\n")[0])
     reader = csv.reader(io.StringIO(text), delimiter=separator, strict=True)
     header: list[str] | None = None
@@ -230,7 +231,8 @@ def _corners(cells: Mapping[str, str]) -> FourNumbers | None:
     """
     if not cells.keys() & {"x", "y", "x1", "y1", "x2", "y2"}:
         return None
-    x1, y1 = (_number(cells, f"{axis}1" if f"{axis}1" in cells else axis) for axis in "xy")
+    x1 = _number(cells, "x1" if "x1" in cells else "x")
+    y1 = _number(cells, "y1" if "y1" in cells else "y")
     if cells.keys() & {"x2", "y2"}:
         return x1, y1, _number(cells, "x2"), _number(cells, "y2")
     return x1, y1, x1 + _number(cells, "width"), y1 + _number(cells, "height")
