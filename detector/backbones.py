@@ -117,13 +117,14 @@ class FrozenAffine(NamedTuple):
 class AffineCache:
     """The affine map of a frozen norm on a GPU, where computing it anew costs six kernel launches per convolution.
 
-    The map is computed again when the norm's buffers are replaced or edited in place. Only in-place edits through
-    `.data` leave no trace in PyTorch's version counters. The cache is not pickled or copied.
+    The map is computed again when the norm's buffers or its epsilon are replaced or edited in place. Only in-place
+    edits through `.data` leave no trace in PyTorch's version counters. The cache is not pickled or copied.
     """
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []  # aliases: while they live, no other buffer gets their address
         self._versions: list[int] = []
+        self._eps = math.nan
         self._affine: FrozenAffine | None = None
 
     def __reduce__(self) -> tuple[type[AffineCache], tuple[()]]:
@@ -132,13 +133,18 @@ class AffineCache:
     def affine(self, norm: FrozenBatchNorm2d, dtype: torch.dtype) -> FrozenAffine:
         """Return the map of `norm`, with `cast_bias` in `dtype`."""
         buffers = [norm.weight, norm.bias, norm.running_mean, norm.running_var]
-        if any(buffer.is_inference() for buffer in buffers):  # they have no version counters
+        # tensors of inference mode have no version counters, and a map with a gradient serves one backward pass only
+        if any(buffer.is_inference() or buffer.requires_grad for buffer in buffers):
             return FrozenAffine.of_norm(norm, dtype)
         versions = [buffer._version for buffer in buffers]
-        addresses = [buffer.data_ptr() for buffer in buffers]
+        try:
+            addresses = [buffer.data_ptr() for buffer in buffers]
+        except RuntimeError:  # the tensors of `torch.func` and fake tensors have no memory
+            return FrozenAffine.of_norm(norm, dtype)
         is_known = (
             self._affine is not None
             and self._affine.cast_bias.dtype == dtype
+            and self._eps == norm.eps
             and self._versions == versions
             and [buffer.data_ptr() for buffer in self._buffers] == addresses
         )
@@ -146,6 +152,7 @@ class AffineCache:
             with torch.inference_mode(False):  # the map serves training too
                 self._affine = FrozenAffine.of_norm(norm, dtype)
             self._versions = versions
+            self._eps = norm.eps
             self._buffers = [buffer.detach() for buffer in buffers]
         return self._affine
 

@@ -14,6 +14,7 @@ import pickle
 import pickletools
 import re
 import zipfile
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,6 +43,11 @@ IN_FOLDERS = (WEIGHTS_NAME, f"detector/{WEIGHTS_NAME}", f"model/detector/{WEIGHT
 
 # Keys under which a torch file may have its state dict, also one within the other.
 STATE_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "net", "network", "blobs")
+# of tensors that a model can load; 8-bit floats need scales of their own
+WEIGHT_DTYPES = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8),
+    *(torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64),
+)
 LEGACY_PICKLES = 5  # of torch files before version 1.6: magic number, version, system, content, keys of the storages
 
 SHOWN_KEYS = 3  # number of keys of each kind in an error message
@@ -122,11 +128,15 @@ def read_weights(path: str | Path) -> WeightsFile:
     ignored_classes: list[str] = []
     try:
         if is_safetensors:  # eight bytes with the length of a header in JSON
-            return WeightsFile(path, strip_wrappers(load_file(path)), norm_eps=norm_eps)
+            tensors = load_file(path)
+            _require_plain_tensors(tensors, path)
+            return WeightsFile(path, strip_wrappers(tensors), norm_eps=norm_eps)
         if is_pickle:
             loaded = read_pickle(path)
         else:
             loaded, ignored_classes = load_torch(path)
+    except UserError:
+        raise
     except Exception as error:  # torch, pickle and safetensors raise many types
         reason = first_line(error).rstrip(".")
         kind = next((kind for kind, pattern in OTHER_KINDS.items() if re.match(pattern, start, re.IGNORECASE)), None)
@@ -168,8 +178,22 @@ def _check_tensors(values: Mapping[Any, Any], path: Path, ignored_classes: Seque
                 f"{path}: not a state dict (perhaps under the key `model`): {name!r} is not a tensor{classes}; no code "
                 "in it was executed."
             )
+    _require_plain_tensors(values, path)
     if ignored_classes:
         logger.warning("%s: ignored the objects beside the weights%s.", path, classes)
+
+
+def _require_plain_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Raise a UserError for sparse, nested, quantised or complex tensors, and for those without values."""
+    for name, value in tensors.items():
+        is_dense = value.layout is torch.strided and not value.is_nested
+        if is_dense and not value.is_meta and value.dtype in WEIGHT_DTYPES:
+            continue
+        layout = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+        dtype = str(value.dtype).removeprefix("torch.")
+        raise UserError(
+            f"{path}: {name!r} is a {layout} tensor of {dtype} on the device {value.device}; save dense real tensors."
+        )
 
 
 def _state_dict(loaded: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -197,7 +221,7 @@ def load_torch(path: Path) -> tuple[Any, list[str]]:
     for name, value in NUMPY_IN_PICKLES.items():
         arrays[name.replace("numpy.core.", "numpy._core.")] = value  # of NumPy 2
     other_names = [name for name in _pickled_names(path) if name not in arrays]
-    replacements = {**dict.fromkeys(other_names, _IgnoredObject), **arrays}
+    replacements = {**dict.fromkeys(other_names, _IgnoredObject), "collections.deque": _IgnoredList, **arrays}
     with torch.serialization.safe_globals([(value, name) for name, value in replacements.items()]):
         try:
             with path.open("rb") as file:  # by its path, torch would read a file named .safetensors as such
@@ -214,10 +238,26 @@ def check_arrays(path: Path) -> None:
 
 
 class _IgnoredObject:
-    """Replaces any other class: an empty Counter, which `torch.load` fills with items, attributes and slots alike."""
+    """Replaces any other class: a Counter, which `torch.load` fills with items. Its state, of any type, is dropped."""
 
     def __new__(cls, *arguments: object) -> Counter[Any]:
-        return Counter()
+        ignored: Counter[Any] = Counter()
+        vars(ignored)["__setstate__"] = _drop_state
+        return ignored
+
+
+def _drop_state(state: object) -> None:
+    pass
+
+
+class _IgnoredList(list):
+    """Replaces `collections.deque`, to which `torch.load` appends."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__()
+
+    def __setstate__(self, state: object) -> None:
+        pass
 
 
 def _pickled_names(path: Path) -> list[str]:
@@ -228,8 +268,10 @@ def _pickled_names(path: Path) -> list[str]:
     with path.open("rb") as file:
         for _ in range(LEGACY_PICKLES):
             for opcode, argument, _ in pickletools.genops(file):
-                if opcode.name == "GLOBAL":
-                    names.add(argument.replace(" ", ".").replace("__builtin__.", "builtins."))
+                if opcode.name == "GLOBAL":  # by its name in Python 2
+                    module, name = argument.split(" ", 1)
+                    module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+                    names.add(f"{module}.{name}")
     readable = re.compile(r"torch\.(?!nn\.).*|collections\.(OrderedDict|Counter)|_codecs\.encode|builtins\.set")
     return sorted(name for name in names if not readable.fullmatch(name))
 

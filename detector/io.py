@@ -210,6 +210,8 @@ class PickledArray(np.ndarray):
         return super().__new__(cls, 0)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
+        if self.size:  # NumPy would free the memory, which other arrays and tensors may share
+            raise pickle.UnpicklingError("an array has two states")
         version, shape, dtype, is_fortran, content = state
         order: Literal["C", "F"] = "F" if is_fortran else "C"
         array = _pickled_values(content, dtype, shape, order)
@@ -231,6 +233,8 @@ def _pickled_values(
 ) -> np.ndarray:
     if isinstance(content, str):  # bytes of Python 2
         content = content.encode("latin1")
+    if dtype.dtype.itemsize == 0:  # of an empty string
+        return np.zeros(shape, dtype.dtype)
     values = np.frombuffer(content, dtype.dtype).reshape(shape, order=order)
     if values.dtype.kind == "U" and values.size:
         characters = np.frombuffer(content, np.dtype(np.uint32).newbyteorder(values.dtype.byteorder))

@@ -165,6 +165,25 @@ def test_the_cached_map_of_a_norm_follows_its_buffers(edit):
     assert cache.affine(norm, torch.bfloat16).cast_bias.dtype is torch.bfloat16
 
 
+def test_the_cached_map_follows_epsilon_and_passes_gradients():
+    norm, cache = make_norm("FrozenBN", 3), AffineCache()
+    cache.affine(norm, torch.float32)
+    norm.eps += 3.0
+    torch.testing.assert_close(cache.affine(norm, torch.float32).scale, torch.full((3,), 0.5))
+
+    def total(weight: torch.Tensor) -> torch.Tensor:
+        norm.weight = weight
+        return cache.affine(norm, torch.float32).scale.sum()
+
+    weight = torch.ones(3)
+    torch.testing.assert_close(torch.func.grad(total)(weight), torch.full((3,), 0.5))
+    torch.testing.assert_close(torch.func.vmap(total)(torch.eye(3)), torch.full((3,), 0.5))
+    total(weight)
+    for _ in range(2):
+        total(weight.requires_grad_()).backward()
+    torch.testing.assert_close(weight.grad, torch.ones(3))
+
+
 def test_a_saved_or_copied_cache_is_empty():
     norm, cache = make_norm("FrozenBN", 3), AffineCache()
     before = cache.affine(norm, torch.float32)

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
@@ -151,6 +152,8 @@ WEIGHTS = {"a.w": torch.ones(2)}
         {"net": {f"module._orig_mod.{name}": value for name, value in WEIGHTS.items()}, "settings": Slots()},
         {"model_state_dict": OrderedDict(WEIGHTS), "epoch": 3, "optimizer": {"state": {}}},
         {"model": {"state_dict": {"a._orig_mod.w": torch.ones(2)}}},
+        {"model": WEIGHTS, "meters": deque([1.0], maxlen=20), "counts": defaultdict(int, a=1), "range": range(3)},
+        {"model": WEIGHTS, "optimizer": functools.partial(max, 1), "generator": np.random.default_rng(0)},
     ],
 )
 def test_weights_are_read_whatever_is_beside_and_around_them(tmp_path: Path, content: dict, is_zip: bool):
@@ -173,6 +176,10 @@ def test_the_content_of_a_file_tells_its_format(tmp_path: Path, save: Callable[.
         ({"model": WEIGHTS, "x": scalar(LYING_DTYPES["record of objects"])}, "dtype 'V8' is not allowed"),
         ({0: torch.ones(2)}, "0 is not a tensor"),
         ({"model": {}}, "'model' is not a tensor"),
+        ({"a.w": torch.ones(2, device="meta")}, "'a.w' is a strided tensor of float32 on the device meta"),
+        ({"a.w": torch.ones(2, dtype=torch.complex64)}, "'a.w' is a strided tensor of complex64"),
+        ({"a.w": torch.ones(2).to(torch.float8_e4m3fn)}, "'a.w' is a strided tensor of float8"),
+        ({"a.w": torch.ones(2).to_sparse()}, "'a.w' is a sparse_coo tensor"),
     ],
 )
 def test_what_is_refused_is_named(tmp_path: Path, content: object, fault: str):

@@ -141,10 +141,12 @@ ARRAYS = {
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_arrays_of_every_protocol(tmp_path: Path, protocol: int):
     content = {"model": OrderedDict(ARRAYS), "__author__": "someone", "scalar": np.float32(2.5), "more": [1, (2, None)]}
+    content["nothing"] = [np.str_(""), np.bytes_(b"")]
     (tmp_path / "a.pkl").write_bytes(pickle.dumps(content, protocol))
     read = read_pickle(tmp_path / "a.pkl")
     assert (read["__author__"], read["scalar"], read["more"]) == ("someone", 2.5, [1, (2, None)])
     assert type(read["scalar"]) is float
+    assert read["nothing"] == ["", b""]
     for name, array in ARRAYS.items():
         assert np.array_equal(read["model"][name], array) and read["model"][name].dtype == array.dtype
 
@@ -254,6 +256,16 @@ def test_arrays_of_another_size_than_their_content_are_damaged(tmp_path: Path, s
         (tmp_path / "a.p").write_bytes(pickle.dumps(array(shape, np.dtype("f8"), content), 2))
         with pytest.raises(UserError, match=r"a\.p: damaged"):
             read_pickle(tmp_path / "a.p")
+
+
+def test_the_memory_of_an_array_is_not_freed_under_another_one(tmp_path: Path):
+    """NumPy frees an array's memory when its state is set again, although another array may share it."""
+    state = (1, (1,), np.dtype("f8"), False, b"A" * 8)
+    (tmp_path / "a.p").write_bytes(
+        pickle.dumps(array((8,), np.dtype("f8"), b"A" * 64), 2)[:-1] + pickle.dumps(state, 2)[2:-1] + b"b."
+    )
+    with pytest.raises(UserError, match=r"a\.p: .*two states"):
+        read_pickle(tmp_path / "a.p")
 
 
 @pytest.fixture
