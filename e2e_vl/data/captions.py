@@ -467,7 +467,8 @@ class CaptionDataset(VLDataset):
         """Raise a UserError if two image files share a metadata file."""
         image_of: dict[Path, Path] = {}
         for group in range(len(self.groups)):
-            file, image = self._metadata_file(group), self.source.image(group)
+            file = self._metadata_file(group)
+            image = self.source.image(group)
             if image_of.setdefault(file, image) != image:
                 raise UserError(
                     f"{file} would have the boxes of two images, {image_of[file]} and {image}; set a folder for each "
@@ -476,8 +477,10 @@ class CaptionDataset(VLDataset):
 
     def sample(self, texts: Sequence[int]) -> Sample:
         group = self.groups.group_of(texts[0])
-        name, part = self.source.name(group), self.source.part(group)
-        size, objects = self.source.image_size(group), None
+        name = self.source.name(group)
+        part = self.source.part(group)
+        size = self.source.image_size(group)
+        objects = None
         if self.instances:
             image_record = self.instances[part][name]
             size = image_record.height, image_record.width

@@ -118,14 +118,15 @@ class LXMERTDataset(RecordDataset):
         texts: list[Any] = []
         splits: list[JoinedSplit] = []
         for values in self.parts:
-            own = _kept(self.read(files.path(self.key, **values), options), options, files, values, needs)
-            texts += own
+            split_texts = self.read(files.path(self.key, **values), options)
+            split_texts = _kept(split_texts, options, files, values, needs)
+            texts += split_texts
             image_names = None  # only the features say where images come from
             if needs.boxes is not BoxSource.PRECOMPUTED:
                 self.folders.append(files.path("images", **values))
                 image_names = options.file(self.folders[-1], "ID")
             boxes = self.files_by_image_id(files, needs, values)
-            splits.append(JoinedSplit(values["split"], boxes, image_names, len(own)))
+            splits.append(JoinedSplit(values["split"], boxes, image_names, len(split_texts)))
         self.set_texts(texts, f"the splits {split}: text", splits, need_labels=needs.training and self.needs_labels)
 
     @classmethod

@@ -2,8 +2,8 @@
 
 Each image is written atomically to a separate `.npz` file, so existing files are complete and are skipped on resume.
 They are the output itself or, for the single-file formats, are kept in a temporary folder beside it, and the main
-process merges them at the end, in the order of the list. The output depends neither on interruptions nor on the number
-of processes, but for rounding: they change which images share a batch.
+process merges them at the end, in the order of the list. Apart from rounding, the output depends neither on
+interruptions nor on the number of processes; both change which images share a batch.
 """
 
 from __future__ import annotations

@@ -166,6 +166,11 @@ class HeadInit:
         return self.otherwise.for_weights(names)
 
 
+def load_predicted_image(prediction: Prediction) -> np.ndarray:
+    """Read the image of a prediction, uint8 RGB [height, width, 3], as it was annotated."""
+    return load_image(prediction.file_name, "RGB", prediction.image_size)
+
+
 def phrase_boxes(prediction: Prediction, first: int = 0) -> tuple[list[Box], list[str], list[bool]]:
     """Boxes and labels of the grounded phrases, for pictures, and whether each is unsure.
 
@@ -320,7 +325,7 @@ class Task(nn.Module, abc.ABC):
         if prediction.file_name is None:
             return None
         boxes, labels, unsure = phrase_boxes(prediction)
-        return draw_boxes(load_image(prediction.file_name, "RGB", prediction.image_size), boxes, labels, dashed=unsure)
+        return draw_boxes(load_predicted_image(prediction), boxes, labels, dashed=unsure)
 
     def describe(self, prediction: Prediction) -> PredictionSummary:
         """The question, the answer and the truth as text."""

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from detector.boxes import pairwise_iou, rescale_detections
 from detector.errors import UserError
-from detector.images import load_image
 from detector.structures import Detector
 from e2e_vl.drawing import BLUE, GREEN, RED, Colour, draw_boxes
 from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, stacked
@@ -28,7 +27,7 @@ from e2e_vl.io import Id, Score
 from e2e_vl.predictions import Box, Prediction
 from e2e_vl.samples import Categories, DatasetInfo, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
-from e2e_vl.tasks.base import PredictionSummary, Task
+from e2e_vl.tasks.base import PredictionSummary, Task, load_predicted_image
 from e2e_vl.tasks.config import DetectionConfig
 from e2e_vl.text import TextTokenizer
 
@@ -253,9 +252,7 @@ class DetectionTask(Task):
                 label = f"{'crowd of' if entry.is_crowd else 'missed'} {entry.category}"
                 drawn.append((entry.box, label, GREEN))
         boxes, labels, colours = [list(column) for column in zip(*drawn, strict=True)] or [[], [], []]
-        return draw_boxes(
-            load_image(prediction.file_name, "RGB", prediction.image_size), boxes, labels=labels, colours=colours
-        )
+        return draw_boxes(load_predicted_image(prediction), boxes, labels=labels, colours=colours)
 
     def describe(self, prediction: DetectionPrediction) -> PredictionSummary:
         shown, found = self._matches(prediction)

@@ -17,7 +17,6 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from detector.images import load_image
 from detector.structures import Loss
 from e2e_vl.drawing import PALETTE, draw_boxes
 from e2e_vl.examples import (
@@ -41,7 +40,7 @@ from e2e_vl.metrics.flickr30k import (
 from e2e_vl.predictions import Box, box_text
 from e2e_vl.samples import PhraseBoxes, Question, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
-from e2e_vl.tasks.base import PredictionSummary, Task, candidate_regions, init_head
+from e2e_vl.tasks.base import PredictionSummary, Task, candidate_regions, init_head, load_predicted_image
 from e2e_vl.tasks.config import Flickr30KConfig
 from e2e_vl.tasks.phrase_head import grounding_loss, log_attention_of, overlapping
 from e2e_vl.text import TextTokenizer
@@ -207,7 +206,7 @@ class Flickr30KTask(Task):
                 boxes += prediction.gt_boxes[number]
                 labels += [f"meant: {phrase}"] * len(prediction.gt_boxes[number])
             colours += [PALETTE[number % len(PALETTE)]] * (len(boxes) - len(colours))
-        return draw_boxes(load_image(prediction.file_name, "RGB", prediction.image_size), boxes, labels, colours)
+        return draw_boxes(load_predicted_image(prediction), boxes, labels, colours)
 
     def describe(self, prediction: Flickr30KPrediction) -> PredictionSummary:
         ranks, types = prediction.ranks, {kind for own in prediction.phrase_types or () for kind in own}

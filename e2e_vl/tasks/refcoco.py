@@ -19,7 +19,6 @@ from torch import Tensor
 
 from detector.boxes import pairwise_iou
 from detector.errors import UserError
-from detector.images import load_image
 from detector.structures import Loss
 from e2e_vl.drawing import BLUE, GREEN, PALETTE, RED, Colour, draw_boxes
 from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Ragged, Targets, TextExample, ragged
@@ -36,7 +35,17 @@ from e2e_vl.structures import (
     at_least_float32,
     class_names_of,
 )
-from e2e_vl.tasks.base import Head, HeadInit, PredictionSummary, Sizes, Task, Transform, candidate_regions, phrase_boxes
+from e2e_vl.tasks.base import (
+    Head,
+    HeadInit,
+    PredictionSummary,
+    Sizes,
+    Task,
+    Transform,
+    candidate_regions,
+    load_predicted_image,
+    phrase_boxes,
+)
 from e2e_vl.tasks.config import ReferringConfig
 from e2e_vl.text import TextTokenizer
 
@@ -252,9 +261,7 @@ class ReferringTask(Task):
         others = zip(*phrase_boxes(prediction, first), itertools.cycle(OTHER_COLOURS))
         marks += [(own, label, colour, is_unsure) for own, label, is_unsure, colour in others]
         boxes, labels, colours, dashed = zip(*marks, strict=True) if marks else ((), (), (), ())
-        return draw_boxes(
-            load_image(prediction.file_name, "RGB", prediction.image_size), boxes, labels, colours, dashed=dashed
-        )
+        return draw_boxes(load_predicted_image(prediction), boxes, labels, colours, dashed=dashed)
 
     def describe(self, prediction: ReferringPrediction) -> PredictionSummary:
         """The expression, the predicted and the true box, and whether any candidate was right."""

@@ -22,7 +22,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from detector.errors import UserError
-from detector.images import load_image
 from detector.io import atomic_file
 from detector.structures import Detector, Loss
 from e2e_vl.drawing import draw_boxes
@@ -40,7 +39,7 @@ from e2e_vl.samples import (
     Sentence,
 )
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
-from e2e_vl.tasks.base import Head, HeadInit, PredictionSummary, Sizes, Task, Transform
+from e2e_vl.tasks.base import Head, HeadInit, PredictionSummary, Sizes, Task, Transform, load_predicted_image
 from e2e_vl.tasks.config import NEUTRAL_NAMES, VCRConfig
 from e2e_vl.text import TextEncoding, TextTokenizer, truncate_fronts
 
@@ -639,7 +638,7 @@ class VCRTask(Task):
 
     def draw(self, prediction: VCRPrediction) -> np.ndarray:
         names, boxes = zip(*prediction.named_boxes, strict=True) if prediction.named_boxes else ((), ())
-        return draw_boxes(load_image(prediction.file_name, "RGB", prediction.image_size), boxes, names)
+        return draw_boxes(load_predicted_image(prediction), boxes, names)
 
     def describe(self, prediction: VCRPrediction) -> PredictionSummary:
         label, choice = prediction.label, prediction.choice
