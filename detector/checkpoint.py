@@ -128,15 +128,11 @@ def read_weights(path: str | Path) -> WeightsFile:
     ignored_classes: list[str] = []
     try:
         if is_safetensors:  # eight bytes with the length of a header in JSON
-            tensors = load_file(path)
-            _require_plain_tensors(tensors, path)
-            return WeightsFile(path, strip_wrappers(tensors), norm_eps=norm_eps)
-        if is_pickle:
+            loaded = load_file(path)
+        elif is_pickle:
             loaded = read_pickle(path)
         else:
             loaded, ignored_classes = load_torch(path)
-    except UserError:
-        raise
     except Exception as error:  # torch, pickle and safetensors raise many types
         reason = first_line(error).rstrip(".")
         kind = next((kind for kind, pattern in OTHER_KINDS.items() if re.match(pattern, start, re.IGNORECASE)), None)
@@ -148,6 +144,9 @@ def read_weights(path: str | Path) -> WeightsFile:
             f"{path}: cannot be read as weights ({reason}); no code in it was executed. Copy or download it again, or "
             "save only the state_dict() in it."
         ) from error
+    if is_safetensors:
+        _require_plain_tensors(loaded, path)
+        return WeightsFile(path, strip_wrappers(loaded), norm_eps=norm_eps)
     if not isinstance(loaded, dict):
         loaded = {type(loaded).__name__: loaded}
     author = loaded.get("__author__")
