@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from detector.config import NORM_EPS, DetectorConfig, flatten, load_tree
 from detector.errors import MissingFileError, UserError, first_line, reading
-from detector.io import NUMPY_IN_PICKLES, atomic_file, read_json, read_pickle, write_text
+from detector.io import NUMPY_IN_PICKLES, atomic_file, find_other_kind, read_json, read_pickle, write_text
 from detector.rpn import configured_cell_anchors
 from detector.structures import Detector
 from detector.weight_names import CELL_ANCHORS, PREDICTOR, UNUSED_KEYS, strip_wrappers, to_detector_names
@@ -65,16 +65,6 @@ EXPECT: dict[str, dict[str, Sequence[str]]] = {
     "no_attributes": {"allow_unexpected": (*UNUSED_KEYS, *ATTRIBUTE_HEAD), "allow_missing": ATTRIBUTE_HEAD},
     "no_predictor": {"allow_unexpected": UNUSED_KEYS, "allow_missing": (PREDICTOR,)},
     "backbone": {},  # `load_checkpoint` sets `only`
-}
-
-
-# First bytes of files that people take for weights, for error messages.
-OTHER_KINDS = {
-    "an empty file": rb"\Z",
-    "an HTML page": rb"\s*(<!doctype html|<html)",
-    "a pointer of Git LFS, without the weights": rb"version https://git-lfs",
-    "a compressed file, to be unpacked first": rb"\x1f\x8b|7z\xbc\xaf|Rar!|\x28\xb5\x2f\xfd",
-    "an HDF5 file, such as those of Keras": rb"\x89HDF",
 }
 
 
@@ -135,7 +125,7 @@ def read_weights(path: str | Path) -> WeightsFile:
             loaded, ignored_classes = load_torch(path)
     except Exception as error:  # torch, pickle and safetensors raise many types
         reason = first_line(error).rstrip(".")
-        kind = next((kind for kind, pattern in OTHER_KINDS.items() if re.match(pattern, start, re.IGNORECASE)), None)
+        kind = find_other_kind(start)
         if kind is not None:
             reason = f"it is {kind}"
         elif isinstance(error, pickle.UnpicklingError):

@@ -234,13 +234,15 @@ def many_images_parser(prog: str | None = None) -> argparse.ArgumentParser:
 def many_images(argv: list[str] | None = None, prog: str | None = None) -> int:
     args = many_images_parser(prog).parse_args(argv)
     settings = extraction_settings(args)
-    from e2e_vl.data.user_inputs import list_images, read_given_boxes
+    from e2e_vl.data.user_inputs import list_images, read_given_boxes, warn_of_given_boxes_outside
 
     images = list_images(args.images, args.root)
     given = None if args.boxes is None else read_given_boxes(args.boxes)
     status = run_in_processes(args, "extract", argv)
     if status is not None:
         return status
+    if given is not None:
+        warn_of_given_boxes_outside(given, images, str(args.boxes))
     from e2e_vl.extraction.bulk import MAX_WAIT, ExtractionJob, extract_images, make_stamp  # late: imports torch
     from e2e_vl.run.launch import make_accelerator
 

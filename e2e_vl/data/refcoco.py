@@ -48,7 +48,7 @@ class Ref(Record):
     ann_id: Id | list[Id]
     image_id: Id
     split: str
-    sentences: list[Sentence]
+    sentences: list[Sentence] | None
     family: str | None = None
 
     @property
@@ -60,7 +60,7 @@ class Ref(Record):
     @property
     def expressions(self) -> list[Sentence]:
         """The sentences that are not blank."""
-        return [sentence for sentence in self.sentences if sentence.sent.strip()]
+        return [sentence for sentence in self.sentences or () if sentence.sent.strip()]
 
 
 class Expression(TextRecord, array_like=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 from zipfile import BadZipFile
@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from detector.errors import UserError, first_line, user_path
 from detector.io import read_json
-from e2e_vl.data.box_checks import require_pixels
+from e2e_vl.data.box_checks import require_pixels, warn_of_boxes_outside
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.user_images import IMAGE_SUFFIXES, images_in_folder, list_items, to_numpy
 from e2e_vl.data.user_images import to_image_file as to_image_file  # it was here, and may be imported from here
@@ -157,6 +157,25 @@ def read_given_boxes(path: str | Path) -> dict[str, GivenBoxes]:
         )
         for image_id, size in size_of.items()
     }
+
+
+def warn_of_given_boxes_outside(given: Mapping[str, GivenBoxes], images: Sequence[ListedImage], where: str) -> None:
+    """Log one warning if many boxes of a list of detections reach outside their images, whose list states the sizes.
+
+    Those of an instances file were checked as it was read. `where` names the file of the detections.
+    """
+    boxes: list[np.ndarray] = []
+    sizes: list[tuple[int, int]] = []
+    image_ids: list[str] = []
+    for image in images:
+        detections = given.get(image.id)
+        if detections is None or detections.annotated_size is not None or image.annotated_size is None:
+            continue
+        boxes += list(detections.boxes)
+        sizes += [image.annotated_size[::-1]] * len(detections.boxes)
+        image_ids += [image.id] * len(detections.boxes)
+    if boxes:
+        warn_of_boxes_outside(np.array(boxes), np.array(sizes), image_ids, where)
 
 
 def read_boxes(words: Sequence[str], source: str = "--boxes") -> AnnotatedObjects:

@@ -19,6 +19,7 @@ from e2e_vl.data.user_inputs import (
     read_boxes,
     read_given_boxes,
     require_inside,
+    warn_of_given_boxes_outside,
 )
 from tests.data.helpers import refused
 
@@ -76,6 +77,15 @@ def test_given_boxes_of_detections(tmp_path):
         (tmp_path / "d.json").write_text(json.dumps([{"image_id": 1, **row}]))
         with refused("d.json", part):
             read_given_boxes(tmp_path / "d.json")
+
+
+def test_detections_that_are_corners_are_warned_of(tmp_path, caplog):
+    (tmp_path / "d.json").write_text(json.dumps([{"image_id": 1, "bbox": [90, 70, 96, 78]}]))
+    given = read_given_boxes(tmp_path / "d.json")
+    warn_of_given_boxes_outside(given, [ListedImage("1", Path("a.jpg"), (180, 190))], "d.json")
+    assert not caplog.records
+    warn_of_given_boxes_outside(given, [ListedImage("1", Path("a.jpg"), (80, 100))], "d.json")
+    assert "d.json: 1 of 1 boxes reach outside" in caplog.text and "look like corners" in caplog.text
 
 
 def test_boxes_with_words_as_ids_are_numbered(tiny, tmp_path, caplog):
