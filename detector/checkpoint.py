@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 from detector.config import NORM_EPS, DetectorConfig, flatten, load_tree
 from detector.errors import MissingFileError, UserError, first_line, reading
-from detector.io import NUMPY_IN_PICKLES, atomic_file, find_other_kind, read_json, read_pickle, write_text
+from detector.file_kinds import name_kind, read_start
+from detector.io import NUMPY_IN_PICKLES, atomic_file, read_json, read_pickle, write_text
 from detector.rpn import configured_cell_anchors
 from detector.structures import Detector
 from detector.weight_names import CELL_ANCHORS, PREDICTOR, UNUSED_KEYS, strip_wrappers, to_detector_names
@@ -110,8 +111,7 @@ def read_weights(path: str | Path) -> WeightsFile:
     published = find_published_weights(path)
     norm_eps = NORM_EPS if published is None else published.norm_eps
     path = find_weights(path)
-    with path.open("rb") as file:
-        start = file.read(64)
+    start = read_start(path)
     is_zip = zipfile.is_zipfile(path)  # as torch writes them
     is_pickle = path.suffix.lower() == ".pkl" and not is_zip
     is_safetensors = start[4:9] == b"\0\0\0\0{" or (path.suffix.lower() == ".safetensors" and not is_zip)
@@ -125,7 +125,7 @@ def read_weights(path: str | Path) -> WeightsFile:
             loaded, ignored_classes = load_torch(path)
     except Exception as error:  # torch, pickle and safetensors raise many types
         reason = first_line(error).rstrip(".")
-        kind = find_other_kind(start)
+        kind = name_kind(start)
         if kind is not None:
             reason = f"it is {kind}"
         elif isinstance(error, pickle.UnpicklingError):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ from PIL import features as pil_features
 from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH
 
 from detector.errors import UserError, reading
+from detector.file_kinds import OTHER_KINDS, name_kind, read_start
 from detector.logs import OnceFilter
 
 logger = logging.getLogger(__name__)
@@ -37,19 +37,16 @@ if "avif" in pil_features.modules and pil_features.check("avif"):  # since Pillo
     FORMATS += ("AVIF",)
 
 # First bytes of files that people take for images, for error messages. HEIC photos are MP4 containers, like videos.
-OTHER_KINDS = {
+IMAGE_KINDS = {
     "a HEIC photo": rb".{4}ftyp(hei[cxms]|hev[cmxs]|mif1|msf1)",
     "an AVIF image": rb".{4}ftypavi[fs]",
     "a JPEG XL image": rb"\xff\x0a|.{4}JXL ",
     "a JPEG 2000 image": rb".{4}jP  |\xff\x4f\xff\x51",
     "a video": rb".{4}ftyp|\x1a\x45\xdf\xa3|RIFF.{4}AVI ",
     "a Photoshop file": rb"8BPS",
-    "a PDF": rb"%PDF",
-    "an HTML page": rb"\s*(<!doctype html|<html)",
     "an SVG drawing": rb"\s*(<\?xml|<svg)",
-    "a pointer of Git LFS, without the image": rb"version https://git-lfs",
+    **OTHER_KINDS,
 }
-KIND_BYTES = 64  # that tell the kind
 
 
 class ImageHeader(NamedTuple):
@@ -150,7 +147,8 @@ def open_image(source: str | Path | bytes, name: str) -> Image.Image:
     try:
         return Image.open(_stream(source), formats=FORMATS)
     except UnidentifiedImageError:
-        kind = name_kind(_first_bytes(source))
+        start = source if isinstance(source, bytes) else read_start(Path(source))
+        kind = name_kind(start, IMAGE_KINDS)
     if kind is None:
         formats = ", ".join(FORMATS)
         raise UserError(f"Image {name}: damaged or in another format than {formats}; replace it or convert it.")
@@ -170,20 +168,3 @@ def open_image(source: str | Path | bytes, name: str) -> Image.Image:
 
 def _stream(source: str | Path | bytes) -> str | Path | io.BytesIO:
     return io.BytesIO(source) if isinstance(source, bytes) else source
-
-
-def _first_bytes(source: str | Path | bytes) -> bytes:
-    if isinstance(source, bytes):
-        return source[:KIND_BYTES]
-    with Path(source).open("rb") as file:
-        return file.read(KIND_BYTES)
-
-
-def name_kind(start: bytes) -> str | None:
-    """Name what a file is that begins with these bytes and is in none of `FORMATS`; None: unknown."""
-    if not start:
-        return "an empty file"
-    for kind, pattern in OTHER_KINDS.items():
-        if re.match(pattern, start, re.DOTALL | re.IGNORECASE):
-            return kind
-    return None

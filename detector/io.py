@@ -26,31 +26,13 @@ import numpy as np
 import yaml
 
 from detector.errors import UserError, first_line, reading
+from detector.file_kinds import KIND_BYTES, name_kind
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 _PART, _OLD = ".part", ".old"
-
-
-# First bytes of files that stand where another file is expected, for error messages.
-_OTHER_KINDS = {
-    "an empty file": rb"\Z",
-    "an HTML page": rb"\s*(<!doctype html|<html)",
-    "a pointer of Git LFS, without the file itself": rb"version https://git-lfs",
-    "a compressed file, to be unpacked first": rb"\x1f\x8b|7z\xbc\xaf|Rar!|\x28\xb5\x2f\xfd|BZh|\xfd7zXZ",
-    "an HDF5 file": rb"\x89HDF",
-    "a PDF": rb"%PDF",
-}
-
-
-def find_other_kind(content: bytes) -> str | None:
-    """Return what a file that cannot be read is, such as "an HTML page", by its first bytes; None: unknown."""
-    for kind, pattern in _OTHER_KINDS.items():
-        if re.match(pattern, content[:64], re.IGNORECASE):
-            return kind
-    return None
 
 
 def read_text(path: str | Path) -> str:
@@ -68,7 +50,7 @@ def decode_text(content: bytes, name: str) -> str:
     try:
         return content.decode(encoding)
     except UnicodeDecodeError as error:
-        kind = find_other_kind(content)
+        kind = name_kind(content)
         if kind is not None:
             raise UserError(f"{name}: it is {kind}.") from error
         if encoding != "utf-8":
@@ -139,7 +121,7 @@ def decode_json(text: str | bytes | mmap.mmap, name: str, type: type[T] | Any = 
             return decode_json(changed, f"{name} (NaN read as null)", type)
         if not isinstance(text, str):  # the encoding may be the fault
             return decode_json(original, name, type)
-        kind = find_other_kind(original[:64].encode())
+        kind = name_kind(original[:KIND_BYTES].encode())
         if kind is not None:
             raise UserError(f"{name}: not valid JSON: it is {kind}; replace the file.") from error
         hint = " (JSON has no Infinity)" if "Infinity" in original else ""

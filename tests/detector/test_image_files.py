@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from detector.image_files import name_kind, read_image
+from detector.file_kinds import name_kind
+from detector.image_files import IMAGE_KINDS, read_image
 
 
 @pytest.mark.parametrize(
@@ -23,7 +24,7 @@ from detector.image_files import name_kind, read_image
     ],
 )
 def test_what_other_files_are(start, kind):
-    assert name_kind(start) == kind
+    assert name_kind(start, IMAGE_KINDS) == kind
 
 
 @pytest.mark.parametrize("kind", ["png", "tiff"])
