@@ -95,6 +95,15 @@ class SyntheticSettings(Settings, frozen=True):
     formats: list[str] | None = None
     config: SyntheticConfig = SyntheticConfig()
 
+    def size_warning(self, image_size: tuple[int, int]) -> str:
+        """Return a sentence for users if an image of this (height, width) cannot be one of the drawn scenes, or ""."""
+        scene = self.config.scene
+        if not self.scenes or all(scene.min_side <= side <= scene.max_side for side in image_size):
+            return ""
+        sides = " to ".join(dict.fromkeys(map(str, (scene.min_side, scene.max_side))))
+        height, width = image_size
+        return f"The model has seen drawn scenes of {sides} pixels only; this image has {width} x {height}."
+
 
 class BoxSettings(Settings, frozen=True):
     """The source of candidate boxes in training, and which boxes of a file to keep."""

@@ -83,7 +83,8 @@ class TrainedDetector:
             min_score: score threshold; exactly the predicted boxes from this score on are kept, perhaps none.
             min_regions, max_regions: limits on the number of predicted boxes; where both are stated, they take
                 precedence over `min_score`.
-            stacklevel: stack level of the warning that predicted boxes are random.
+            stacklevel: stack level of the warnings that predicted boxes are random, and that an image is none of the
+                drawn scenes which the detector knows.
 
         Returns:
             The regions of the image, or a list with those of each of many images, in their order.
@@ -94,19 +95,22 @@ class TrainedDetector:
         rule = DISPLAY_SELECTION.with_stated(min_score, min_regions, max_regions)
         if boxes is not None and rule != DISPLAY_SELECTION:
             raise UserError("All given boxes are kept; leave out min_score, min_regions and max_regions, or boxes.")
-        if boxes is None and self.source.warning:
-            warnings.warn(self.source.warning, stacklevel=stacklevel)
         given_boxes = convert_boxes(boxes)
         # for `ask`, a tuple is one text's images; here it is a list
         images = expand_images(list(image) if isinstance(image, tuple) else image)
-        if images is None:
-            return self.find_regions(to_image_file(image), given_boxes, rule)
-        return [self.find_regions(to_image_file(single_image), given_boxes, rule) for single_image in images]
+        single_images = [image] if images is None else images
+        results = [self.find_regions(to_image_file(single_image), given_boxes, rule) for single_image in single_images]
+        for warning in dict.fromkeys(result.warning for result in results if result.warning):
+            warnings.warn(warning, stacklevel=stacklevel)
+        return results[0] if images is None else results
 
     def find_regions(self, file: ImageFile, given_boxes: AnnotatedObjects | None, rule: SelectionRule) -> ImageRegions:
         """`regions` without `warnings.warn`."""
         with computing_in(self.dtype, self.device):
             regions = extract_image(file, self.source, rule, given_boxes)
+        warning = self.source.warning if given_boxes is None else ""
+        if not warning:
+            warning = self.source.drawn_scenes.size_warning(regions.image_size)
         if self.class_names is None:
             names = [f"class {class_index}" for class_index in regions.classes]
         else:
@@ -122,5 +126,5 @@ class TrainedDetector:
             features=regions.features,
             attributes=attributes,
             image=file,
-            warning=self.source.warning if given_boxes is None else "",
+            warning=warning,
         )

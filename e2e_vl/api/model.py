@@ -229,7 +229,9 @@ class TrainedModel(
         """The model's detector, with the image size used in evaluation."""
         size = self.config.data.resize
         resize = ResizeRule(size.short_edge[-1], size.long_edge, size.rounding)
-        loaded = LoadedDetector(self.network.detector, resize, warning=self.boxes_warning)
+        loaded = LoadedDetector(
+            self.network.detector, resize, warning=self.boxes_warning, drawn_scenes=self.config.data.synthetic
+        )
         return TrainedDetector(loaded, self.device, self._dtype)
 
     @property
@@ -429,11 +431,9 @@ class TrainedModel(
         """Sentences why an answer is unsure: its certainty is low, or the question is unlike those of validation."""
         if question.boxes is None and self.boxes_warning:
             yield self.boxes_warning
-        drawn, size = self.config.data.synthetic, prediction.image_size
-        scene = drawn.config.scene
-        if drawn.scenes and size and not all(scene.min_side <= side <= scene.max_side for side in size):
-            sides = " to ".join(dict.fromkeys(map(str, (scene.min_side, scene.max_side))))
-            yield f"The model has seen drawn scenes of {sides} pixels only; this image has {size[1]} x {size[0]}."
+        size_warning = self.config.data.synthetic.size_warning(prediction.image_size) if prediction.image_size else ""
+        if size_warning:
+            yield size_warning
         if unknown:
             yield f"Not in the vocabulary of {self.name}: {', '.join(unknown)}; the model does not know these words."
         elif question.boxes_to_mask is None and not has_content(question.text):

@@ -161,7 +161,10 @@ def one_image(argv: list[str] | None = None, prog: str | None = None) -> int:
             raise UserError(f"{args.run}: the task '{model.config.task.name}' does not answer with a box.")
     for number, image in enumerate(images, start=1):
         folder = args.output if len(images) == 1 else args.output / f"{number:04d}"
-        write_regions(folder, detector.find_regions(image, None, rule))
+        regions = detector.find_regions(image, None, rule)
+        write_regions(folder, regions)
+        if regions.warning and regions.warning != source.warning:
+            print(f"warning: {regions.warning}")
         if model is not None:
             write_phrase(folder, model, image, args.text)
     return 0

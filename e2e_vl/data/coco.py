@@ -135,16 +135,17 @@ class CocoInstances:
             if width <= 0 or height <= 0:
                 empty.append(row.id)
                 continue
-            if (
-                image is None
-                or str(row.category_id) not in class_of
-                or not attribute_of.keys() >= {*map(str, row.attribute_ids)}
-                or not has_part_inside(box, image.width, image.height)
-            ):
-                raise UserError(
-                    f"{self.path}: annotation {row.id} has an image_id, a category_id or an attribute that the file "
-                    f"does not list, or its box {[*row.bbox]} lies outside the image"
-                )
+            fault = None
+            if image is None:
+                fault = f"the image_id {row.image_id!r}, which the file does not list"
+            elif str(row.category_id) not in class_of:
+                fault = f"the category_id {row.category_id!r}, which the file does not list"
+            elif not attribute_of.keys() >= {*map(str, row.attribute_ids)}:
+                fault = f"an attribute of {row.attribute_ids} that the file does not list"
+            elif not has_part_inside(box, image.width, image.height):
+                fault = f"a box {[*row.bbox]} outside its image of {image.width} x {image.height} pixels"
+            if fault is not None:
+                raise UserError(f"{self.path}: annotation {row.id} has {fault}; correct or remove it")
             attributes = tuple(attribute_of[str(attribute)] for attribute in row.attribute_ids)
             corners.append(box)
             sizes.append((image.width, image.height))

@@ -24,7 +24,7 @@ from detector.images import ResizeRule, load_resized, make_image_batch, normalis
 from detector.roi_pooler import to_rois
 from detector.structures import FeatureMaps, ImageBatch, RoIFeatures
 from detector.zoo import PublishedWeights, find_published_weights, read_vocabulary, resolve_weights
-from e2e_vl.config import ExtractionSettings, find_config, load_config
+from e2e_vl.config import ExtractionSettings, SyntheticSettings, find_config, load_config
 from e2e_vl.data.features import RegionFeatures
 from e2e_vl.data.user_inputs import GivenBoxes, require_inside
 from e2e_vl.examples import ImageTransform
@@ -229,6 +229,8 @@ class LoadedDetector:
     seed: int = 0  # of random weights
     attribute_names: tuple[str, ...] | None = None  # A names; None: attributes are not predicted
     warning: str = ""  # for users, if the predicted boxes are random
+    # the images of its training, if they were drawn
+    drawn_scenes: SyntheticSettings = dataclasses.field(default_factory=SyntheticSettings)
 
     def with_names(self, class_names: str | Path | None, attribute_names: str | Path | None) -> LoadedDetector:
         """The same detector, with class and attribute names from text files, see `read_vocabulary`."""
@@ -333,7 +335,8 @@ def detector_of_run(
         resize=ResizeRule(resize.short_edge[-1], resize.long_edge, resize.rounding),
         max_proposals=max_proposals,
     )
-    return dataclasses.replace(loaded, warning=RANDOM_BOXES if config.detector.proposes_at_random else "")
+    warning = RANDOM_BOXES if config.detector.proposes_at_random else ""
+    return dataclasses.replace(loaded, warning=warning, drawn_scenes=config.data.synthetic)
 
 
 def extract_image(

@@ -397,6 +397,16 @@ def test_a_stated_score_or_limit_on_regions_wins(demo_model):
             demo_model.regions(photo, **wrong)
 
 
+def test_regions_of_a_photo_from_a_model_of_drawn_scenes_are_warned_of(demo_model):
+    scene, photo = demo_model.examples[0].image, np.zeros((90, 120, 3), dtype=np.uint8)
+    detector = e2e_vl.load_detector("demo", device="cpu")
+    for regions_of in (demo_model.regions, detector.regions):
+        with pytest.warns(UserWarning, match="drawn scenes of 128 pixels only; this image has 120 x 90") as warned:
+            of_scene, of_photo, _ = regions_of([scene, photo, photo])
+        assert len(warned) == 1 and warned[0].filename == __file__
+        assert of_scene.warning == "" != of_photo.warning
+
+
 def test_given_boxes_keep_their_order_and_get_features(detector, photo):
     boxes = [[30.0, 20.0, 70.0, 61.0], [2.0, 3.0, 40.0, 50.0]]
     found = detector.regions(photo, boxes=boxes)
