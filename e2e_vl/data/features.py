@@ -38,7 +38,7 @@ from tqdm.auto import tqdm
 
 from detector.errors import MissingFileError, UserError, reading, user_path
 from detector.io import atomic_file, read_json, write_json
-from e2e_vl.data.box_checks import require_pixels
+from e2e_vl.data.box_checks import reach_outside, require_pixels
 from e2e_vl.data.tables import SkippedRecords
 from e2e_vl.io import files_in, require_unique
 
@@ -50,7 +50,6 @@ OPTIONAL_COLUMNS = {
     "attribute_scores": np.float32,
     "box_ids": np.int64,
 }
-TOLERANCE = 1.0  # pixels by which a box may exceed its image
 ROUNDING = 1e-3  # by which a probability may exceed [0, 1] (half precision)
 STAMP_NAME = "stamp.json"
 STAMP_KEY = b"__stamp__"  # in an LMDB file
@@ -98,7 +97,7 @@ class RegionFeatures:
     def check(self, image_id: str, where: str) -> None:
         """Raise a UserError if these are not plausible regions of the requested image; `where` begins its message.
 
-        Boxes may exceed the image by `TOLERANCE`, since some projects count pixels from 1 or round. Empty boxes are
+        Boxes may exceed the image by `box_checks.MARGIN`, since some projects count pixels from 1 or round. Empty boxes are
         accepted, normalised ones are not.
         """
         columns = self.columns()
@@ -121,8 +120,8 @@ class RegionFeatures:
         elif any((rows < -ROUNDING).any() or (rows > 1 + ROUNDING).any() for rows in scores):
             problem = "has scores outside [0, 1]"
         else:
-            low, high = self.boxes[:, :2], self.boxes[:, 2:]
-            wrong = ((low > high) | (low < -TOLERANCE) | (high > size + TOLERANCE)).any(axis=1)
+            is_inverted = (self.boxes[:, :2] > self.boxes[:, 2:]).any(axis=1)
+            wrong = is_inverted | reach_outside(self.boxes, size)
             if wrong.any():
                 box = self.boxes[wrong.argmax()].tolist()
                 problem = (

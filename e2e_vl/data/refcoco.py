@@ -191,7 +191,7 @@ class RefCOCODataset(RecordDataset):
         every = read_expressions(path := files.path("refs"), self.instances)
         texts = [one for one in every if split_contains(split, one.split)]
         if not texts:
-            splits = ", ".join(sorted({one.split for one in every}))
+            splits = ", ".join(sorted({expression.split for expression in every}))
             contents = f"the file has {splits}" if splits else "all its refs are skipped, see the log"
             raise UserError(f"{path}: no split {split!r}; {contents}")
         self.set_texts(texts, f"{path}: sentence")

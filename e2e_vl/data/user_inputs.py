@@ -18,16 +18,15 @@ from msgspec import Meta
 
 from detector.errors import UserError, first_line, user_path
 from detector.io import read_json
-from e2e_vl.data.box_checks import require_pixels, warn_of_boxes_outside
+from e2e_vl.data.box_checks import reach_outside, require_pixels, warn_of_boxes_outside
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.user_images import IMAGE_SUFFIXES, images_in_folder, list_items, to_numpy
-from e2e_vl.data.user_images import to_image_file as to_image_file  # it was here, and may be imported from here
+from e2e_vl.data.user_images import to_image_file as to_image_file  # also a name of this module
 from e2e_vl.data.vcr import Outlines
 from e2e_vl.io import Count, FourNumbers, Id, Name, Pixel, Record, box_corners, read_text
 from e2e_vl.samples import AnnotatedObjects
 
 logger = logging.getLogger(__name__)
-TOLERANCE = 1.0  # pixels by which a user's box may exceed its image: corners may be counted from 1, or rounded
 
 
 class _ListedRow(Record):
@@ -208,7 +207,8 @@ def _read_file(path: Path) -> AnnotatedObjects:
         content = _BoxesFile(rows) if isinstance(rows, list) else rows
     boxes = _boxes_in(content, path)
     names, outlines = content.names, content.segms
-    if any(len(one) != len(boxes) for one in (names, outlines) if one is not None):
+    columns = [column for column in (names, outlines) if column is not None]
+    if any(len(column) != len(boxes) for column in columns):
         raise UserError(f"{path}: 'names' and 'segms' must have one entry for each of the {len(boxes)} boxes.")
     return AnnotatedObjects(
         validate_boxes(boxes, str(path)),
@@ -260,7 +260,7 @@ def require_inside(boxes: np.ndarray, size: tuple[int, int], origin: str, image:
     `origin` and `image` name the boxes and the image in the message.
     """
     height, width = size
-    outside = ((boxes[:, :2] < -TOLERANCE) | (boxes[:, 2:] > np.array([width, height]) + TOLERANCE)).any(axis=1)
+    outside = reach_outside(boxes, np.array([width, height]))
     if outside.any():
         row = int(outside.argmax())
         values = ", ".join(f"{value:g}" for value in boxes[row])

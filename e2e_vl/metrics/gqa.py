@@ -174,7 +174,9 @@ def grounding(annotated: Sequence[Sequence[float]], attended: Iterable[tuple[Seq
 
 def write_submission(path: Path, predictions: Sequence[GQAPrediction]) -> None:
     """Write predictions in the evaluation server's format: a JSON list of {"questionId": str, "prediction": str}."""
-    entries = ({"questionId": str(one.question_id), "prediction": one.answer} for one in predictions)
+    entries = [
+        {"questionId": str(prediction.question_id), "prediction": prediction.answer} for prediction in predictions
+    ]
     write_list(path, entries, ["questionId"])
 
 

@@ -225,5 +225,8 @@ def write_submission(path: str | Path, predictions: Sequence[ReferringPrediction
     null if the model found none. There is no evaluation server. (`ref_id` alone would be ambiguous: an object has
     several expressions.)
     """
-    entries = ({"ref_id": one.ref_id, "sent_id": one.sent_id, "box": one.box} for one in predictions)
+    entries = [
+        {"ref_id": prediction.ref_id, "sent_id": prediction.sent_id, "box": prediction.box}
+        for prediction in predictions
+    ]
     write_list(path, entries, ["ref_id", "sent_id"])

@@ -135,7 +135,8 @@ def vqa_metrics(predictions: Sequence[VQAPrediction]) -> dict[str, float]:
 
 def write_submission(path: Path, predictions: Sequence[VQAPrediction]) -> None:
     """Write predictions in the evaluation server's format: a JSON list of {"question_id": int, "answer": str}."""
-    write_list(path, ({"question_id": one.question_id, "answer": one.answer} for one in predictions), ["question_id"])
+    entries = [{"question_id": prediction.question_id, "answer": prediction.answer} for prediction in predictions]
+    write_list(path, entries, ["question_id"])
 
 
 def soft_scores(answers: Sequence[str], *, normalised: bool = False) -> dict[str, float]:

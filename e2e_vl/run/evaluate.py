@@ -237,7 +237,10 @@ def evaluate_split(
     )
     scores = on_main(accelerator, lambda: compute_metrics(model.task, predictions))
     if unreadable:
-        scores["unreadable_images"] = len({(one.part, image) for one in unreadable for image in one.images})
+        unreadable_images: set[tuple[int, str]] = set()
+        for request in unreadable:
+            unreadable_images.update((request.part, image_id) for image_id in request.images)
+        scores["unreadable_images"] = len(unreadable_images)
     if losses is not None:
         scores |= losses.metrics(config)
     if max_images is None:
