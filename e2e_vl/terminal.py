@@ -92,6 +92,7 @@ def handling_signals(handle: Handler) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+RETRY_SECONDS = 0.05  # until a signal whose error was dropped is raised again
 PATIENCE = 2.0  # seconds; launchers forward signals, so that one Ctrl-C may arrive twice in quick succession
 
 
@@ -100,9 +101,11 @@ def stopped_by_signals(advice: str = "") -> Iterator[None]:
     """Context in which STOP_SIGNALS raise an error at once, so that half-written files are deleted.
 
     Ctrl-C raises KeyboardInterrupt as always, the others StoppedRunError. A signal within PATIENCE after another one
-    would only interrupt the cleaning up, and is ignored.
+    would only interrupt the cleaning up, and is ignored. Python drops the error if it is raised in a finaliser (as they
+    run in thousands while regular expressions are compiled); the signal is then raised again.
     """
     arrivals: list[float] = []
+    previous_hook = sys.unraisablehook
 
     def stop(number: int, frame: FrameType | None) -> None:
         arrivals.append(time.monotonic())
@@ -110,8 +113,24 @@ def stopped_by_signals(advice: str = "") -> Iterator[None]:
             return
         raise KeyboardInterrupt if number == signal.SIGINT else make_stopped_error(number, advice)
 
-    with handling_signals(stop):
-        yield
+    def handle_dropped_error(dropped: sys.UnraisableHookArgs) -> None:
+        error = dropped.exc_value
+        if isinstance(error, KeyboardInterrupt | StoppedRunError):
+            arrivals.clear()
+            number = error.status - 128 if isinstance(error, StoppedRunError) else signal.SIGINT
+            # later, because an error that is raised in this function would be dropped, too
+            timer = threading.Timer(RETRY_SECONDS, signal.raise_signal, (number,))
+            timer.daemon = True
+            timer.start()
+        else:
+            previous_hook(dropped)
+
+    sys.unraisablehook = handle_dropped_error
+    try:
+        with handling_signals(stop):
+            yield
+    finally:
+        sys.unraisablehook = previous_hook
 
 
 def make_stopped_error(number: int, advice: str) -> StoppedRunError:

@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,24 @@ def test_a_signal_ends_a_command_and_its_echo_does_not_disturb(tmp_path: Path, n
             os.kill(os.getpid(), signal.SIGHUP)
             (tmp_path / "cleaned").touch()
     assert (tmp_path / "cleaned").exists() and signal.getsignal(number) is before
+
+
+class Finalised:
+    """Sends a signal when it is deleted: the error that its handler raises is dropped by Python."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), self.number)
+        time.sleep(0)  # handlers run between two instructions
+
+
+@pytest.mark.usefixtures("default_signals")
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, StoppedRunError), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_signal_during_a_finaliser_ends_a_command(number: int, error: type[BaseException]):
+    before = sys.unraisablehook
+    with pytest.raises(error), stopped_by_signals():
+        Finalised(number)
+        time.sleep(10)
+    assert sys.unraisablehook is before

@@ -125,13 +125,14 @@ class StopSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         is_repeated = now - self._arrivals.setdefault(number, now) > self.PATIENCE
+        is_first = self.number is None
+        if is_first:
+            self.number = number  # first of all: Python drops errors that are raised in finalisers
         if self.at_once or is_repeated:
             raise make_stopped_error(number, "--resume continues from the newest checkpoint.")
-        if self.number is None:
-            self.number = number
-            if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
-                with contextlib.suppress(OSError):  # the terminal may have gone
-                    os.write(2, b"\nsaving a checkpoint after this step; Ctrl-C again stops at once\n")
+        if is_first and number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+            with contextlib.suppress(OSError):  # the terminal may have gone
+                os.write(2, b"\nsaving a checkpoint after this step; Ctrl-C again stops at once\n")
 
 
 # NaN and infinite values
