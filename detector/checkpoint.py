@@ -45,10 +45,9 @@ IN_FOLDERS = (WEIGHTS_NAME, f"detector/{WEIGHTS_NAME}", f"model/detector/{WEIGHT
 # Keys under which a torch file may have its state dict, also one within the other.
 STATE_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "net", "network", "blobs")
 # of tensors that a model can load; 8-bit floats need scales of their own
-WEIGHT_DTYPES = (
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8),
-    *(torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64),
-)
+WEIGHT_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool}
+WEIGHT_DTYPES |= {torch.int8, torch.int16, torch.int32, torch.int64}
+WEIGHT_DTYPES |= {torch.uint8, torch.uint16, torch.uint32, torch.uint64}
 LEGACY_PICKLES = 5  # of torch files before version 1.6: magic number, version, system, content, keys of the storages
 
 SHOWN_KEYS = 3  # number of keys of each kind in an error message

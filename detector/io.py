@@ -52,7 +52,7 @@ def decode_text(content: bytes, name: str) -> str:
     except UnicodeDecodeError as error:
         kind = name_kind(content)
         if kind is not None:
-            raise UserError(f"{name}: it is {kind}.") from error
+            raise UserError(f"{name}: it is {kind}; replace the file.") from error
         if encoding != "utf-8":
             raise UserError(
                 f"{name}: damaged {encoding.upper()} ({first_line(error)}); save the file as UTF-8."

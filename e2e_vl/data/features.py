@@ -97,8 +97,8 @@ class RegionFeatures:
     def check(self, image_id: str, where: str) -> None:
         """Raise a UserError if these are not plausible regions of the requested image; `where` begins its message.
 
-        Boxes may exceed the image by `box_checks.MARGIN`, since some projects count pixels from 1 or round. Empty boxes are
-        accepted, normalised ones are not.
+        Boxes may exceed the image a little, see `box_checks.reach_outside`. Empty boxes are accepted, normalised ones
+        are not.
         """
         columns = self.columns()
         if len(self.image_size) != 2 or self.boxes.shape != (len(self), 4) or self.features.ndim != 2:

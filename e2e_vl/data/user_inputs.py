@@ -158,16 +158,23 @@ def read_given_boxes(path: str | Path) -> dict[str, GivenBoxes]:
     }
 
 
-def warn_of_given_boxes_outside(given: Mapping[str, GivenBoxes], images: Sequence[ListedImage], where: str) -> None:
-    """Log one warning if many boxes of a list of detections reach outside their images, whose list states the sizes.
+def warn_of_given_boxes_outside(
+    given_boxes: Mapping[str, GivenBoxes], images: Sequence[ListedImage], where: str
+) -> None:
+    """Log one warning if many boxes of a list of detections reach outside their images.
 
-    Those of an instances file were checked as it was read. `where` names the file of the detections.
+    Boxes of an instances file were checked when it was read.
+
+    Args:
+        given_boxes: by image id.
+        images: those whose list states no size are left out.
+        where: the file of the detections.
     """
     boxes: list[np.ndarray] = []
     sizes: list[tuple[int, int]] = []
     image_ids: list[str] = []
     for image in images:
-        detections = given.get(image.id)
+        detections = given_boxes.get(image.id)
         if detections is None or detections.annotated_size is not None or image.annotated_size is None:
             continue
         boxes += list(detections.boxes)
