@@ -149,7 +149,7 @@ def save_npz(file: Path | BinaryIO, record: RegionFeatures, stamp: dict[str, Any
 
 def load_npz(file: Path | BinaryIO, where: str | None = None) -> RegionFeatures:
     """Read regions written by `save_npz`; `where` names the file in error messages."""
-    damage = (ValueError, TypeError, KeyError, OSError, EOFError, zipfile.BadZipFile, zlib.error)
+    damage = (ValueError, TypeError, KeyError, OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
     with reading(where or file, *damage), np.load(file, allow_pickle=False) as arrays:
         names = [name for name in ("image_feature", *OPTIONAL_COLUMNS) if name in arrays]
         return RegionFeatures(
@@ -338,7 +338,10 @@ class Hdf5Store(FeatureStore):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with reading(path, OSError, KeyError, ValueError, TypeError), import_optional("h5py").File(path, "r") as file:
+        with (
+            reading(path, OSError, KeyError, ValueError, TypeError, RuntimeError),
+            import_optional("h5py").File(path, "r") as file,
+        ):
             ids = [image_id.decode() if isinstance(image_id, bytes) else str(image_id) for image_id in file["ids"][:]]
             self.starts = file["starts"][:].astype(np.int64)
             self.sizes = file["image_sizes"][:].astype(np.int64)
@@ -381,7 +384,7 @@ class Hdf5Store(FeatureStore):
     def read(self, image_id: str) -> RegionFeatures:
         file, row = _open(import_optional("h5py").File, self.path), self.rows[image_id]
         rows = slice(self.starts[row], self.starts[row + 1])
-        with reading(f"{self.path}: image {image_id}", OSError, KeyError, ValueError, TypeError):
+        with reading(f"{self.path}: image {image_id}", OSError, KeyError, ValueError, TypeError, RuntimeError):
             names = [name for name in OPTIONAL_COLUMNS if name in file]
             columns = {name: to_column(name, file[name][rows]) for name in ("boxes", "features", *names)}
             if "image_feature" in file:
@@ -516,6 +519,8 @@ def write_hdf5(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, A
 def _append(file: Any, name: str, rows: np.ndarray) -> None:
     if name not in file:
         more = {"maxshape": (None, *rows.shape[1:]), "chunks": (64, *rows.shape[1:]), "fletcher32": True}
+        if rows.dtype.kind == "f":  # HDF5 reads rows that a damaged index has lost as this value
+            more["fillvalue"] = np.nan
         file.create_dataset(name, data=rows, **more)
         return
     dataset = file[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import io
 import multiprocessing
 import pickle
 from pathlib import Path
@@ -133,11 +134,18 @@ def test_forked_workers_read_at_once(layout: str, tmp_path: Path, records):
         assert pool.map(_sum, ids, chunksize=1) == expected
 
 
+def unknown_compression() -> bytes:
+    """A `.npz` file with a damaged byte, after which zipfile raises NotImplementedError."""
+    file = io.BytesIO()
+    np.savez(file, image_id=np.array("1"))
+    return file.getvalue().replace(b"PK\1\2-\3-\0\0\0\0\0", b"PK\1\2-\3-\0\0\0\7\0")
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
         *(("f.tsv", row) for row in (b"1\t2\n", b"1,640,480,0,,\n", b"\x1f\x8b", "1\t9\t9\t0\t\t\n".encode("utf-16"))),
-        *(("f.h5", b"x"), ("f.lmdb", b"x"), ("f.zip", b""), ("1.npz", b"PK")),
+        *(("f.h5", b"x"), ("f.lmdb", b"x"), ("f.zip", b""), ("1.npz", b"PK"), ("1.npz", unknown_compression())),
     ],
 )
 def test_damaged_and_missing_files_are_named(name: str, content: bytes, tmp_path: Path):
@@ -233,6 +241,16 @@ def test_damaged_values_of_an_hdf5_file_are_found(tmp_path: Path, records):
     at = whole.index(values) + 9
     path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
     with refused("f.h5: image 42"):
+        open_features(path)["42"]
+
+
+def test_values_that_an_hdf5_file_has_lost_are_no_zeros(tmp_path: Path, records):
+    path = write("hdf5", tmp_path, records)
+    with h5py.File(path, "r+") as file:
+        rows = len(file["boxes"])
+        file["boxes"].resize(0, axis=0)
+        file["boxes"].resize(rows, axis=0)
+    with refused("f.h5: image 42", "NaN"):
         open_features(path)["42"]
 
 
