@@ -265,7 +265,7 @@ def to_plain(value: Any) -> Any:
 
 def save_result(path: str | Path, to_dict: Callable[[], dict[str, Any]], draw: Callable[[], Image.Image]) -> None:
     """Write a result as JSON or as a picture, by the suffix of the file; missing folders are made."""
-    path = user_path(path, "The path")
+    path = user_path(path, "The file")
     suffix = path.suffix.lower()
     if suffix == ".json":
         write_json(path, to_dict())

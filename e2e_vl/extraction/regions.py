@@ -6,6 +6,7 @@ Used for single images and in bulk. Shape legend: see `e2e_vl/structures.py`.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -292,6 +293,8 @@ def find_detector(
         config: Detectron2 YAML file, see `find_config`; needed for a file without one.
         backend, max_proposals: as in `open_detector`; for a run, the backend defaults to the run's.
     """
+    if not isinstance(source, str | os.PathLike):
+        raise UserError(f"A detector is loaded by a name or a path, not by a {type(source).__name__}.")
     if Path(source) == Path("demo") and not Path(source).exists():
         source = DEMO
     weights, published, rounding = resolve_weights(source), None, "detectron2"

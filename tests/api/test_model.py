@@ -186,9 +186,15 @@ def test_mistakes_get_a_sentence(model, trained_run, records, tmp_path):
         (trained_run.path / "model" / "detector", "e2e_vl.load_detector"),
         (image, "contains no trained model"),
         ("nothing", "nothing does not exist"),
+        (None, "must be a path, not NoneType"),
     ):
         with pytest.raises(UserError, match=message):
             e2e_vl.load(source)
+    for source, message in (("nothing", "a name in docs/detectors.md"), (None, "not by a NoneType")):
+        with pytest.raises(UserError, match=message):
+            e2e_vl.load_detector(source)
+    with pytest.raises(UserError, match="The file must be a path, not BytesIO"):
+        model.ask(image, "the star").save(io.BytesIO())
 
 
 def test_choices_of_vcr_runs(vcr_runs):
