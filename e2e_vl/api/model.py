@@ -100,7 +100,8 @@ class TrainedModel(
         self.config, self.tokenizer, self.source = config, tokenizer, source
         self.name = name or ("demo" if source == DEMO else str(source))
         self._dtype = None if dtype is None else choose_precision(dtype)
-        self.network = network.to(choose_device(device)).eval()
+        self._device = choose_device(device)
+        self.network = network.to(self._device).eval()
         self._metrics = dict(metrics or {})
         self._sure_thresholds = {
             boxes: find_sure_threshold(self._metrics, config.data.eval_splits, boxes)
@@ -140,7 +141,7 @@ class TrainedModel(
     @property
     def device(self) -> torch.device:
         """The device that the model is on; `to` changes it."""
-        return next(self.network.parameters()).device
+        return self._device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -159,7 +160,8 @@ class TrainedModel(
             device, dtype = None, device
         precision = self._dtype if dtype is None else choose_precision(dtype)
         if device is not None:
-            self.network.to(choose_device(device))
+            self._device = choose_device(device)
+            self.network.to(self._device)
         self._dtype = precision
         self.__dict__.pop("detector", None)  # it is made anew with this dtype
         return self
