@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,8 @@ from detector.io import atomic_file, decode_json, flush_to_disk, json_text, read
 
 if TYPE_CHECKING:
     from PIL import Image
+
+logger = logging.getLogger(__name__)
 
 # Types of JSON fields; msgspec validates them and names the field in its errors.
 
@@ -131,9 +134,11 @@ class RunLog:
         enabled: whether to write; True on the main process only.
         resume_step: drop lines after this step, and evaluations at this step, because they will be computed again;
             None starts a new file.
+        logged_step: step of the newest line of the training when the checkpoint was written; a warning is logged if
+            it is missing.
     """
 
-    def __init__(self, path: Path, *, enabled: bool, resume_step: int | None = None):
+    def __init__(self, path: Path, *, enabled: bool, resume_step: int | None = None, logged_step: int = 0) -> None:
         self.path = path
         self.enabled = enabled
         if not enabled:
@@ -144,6 +149,12 @@ class RunLog:
             if line["step"] < resume_step or (line["step"] == resume_step and line["kind"] == "train")
         ]
         write_text(path, "".join(json_text(line, str(path)) + "\n" for line in kept))
+        last_step = max((line["step"] for line in kept if line["kind"] == "train"), default=0)
+        if last_step < logged_step:
+            logger.warning(
+                "%s: the lines from step %d to step %d have been lost; curves have a gap.",
+                *(path, last_step + 1, logged_step),
+            )
 
     def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
         """Append one line; NaN and infinite values become null and are listed in `not_finite`.

@@ -85,11 +85,14 @@ def test_a_log_names_what_was_not_finite_and_loses_a_line_that_was_cut_off(tmp_p
         read_log(path)
 
 
-def test_a_resumed_log_drops_what_is_computed_again(tmp_path: Path):
+def test_a_resumed_log_drops_what_is_computed_again(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     log = RunLog(tmp_path / "log.jsonl", enabled=True)
     for step, kind in ((1, "train"), (2, "train"), (2, "eval"), (3, "train")):
         log.write(step, kind, {})
-    RunLog(tmp_path / "log.jsonl", enabled=True, resume_step=2)
+    RunLog(tmp_path / "log.jsonl", enabled=True, resume_step=2, logged_step=2)
+    assert not caplog.messages
+    RunLog(tmp_path / "log.jsonl", enabled=True, resume_step=5, logged_step=4)
+    assert "from step 3 to step 4 have been lost" in caplog.text
     assert read_log(tmp_path / "log.jsonl") == [{"step": 1, "kind": "train"}, {"step": 2, "kind": "train"}]
     RunLog(tmp_path / "log.jsonl", enabled=False)
     assert len(read_log(tmp_path / "log.jsonl")) == 2

@@ -178,9 +178,9 @@ def supervise(processes: Sequence[subprocess.Popen]) -> int:
             if time.monotonic() > deadline:
                 for process in processes:
                     process.kill()
-    causes = [status for status in failures.values() if status != LOST_PROCESS]
-    ends = [*causes, *failures.values(), *map(exit_status, processes)]
-    return next((status for status in ends if status), 0)
+    ends = [*failures.values(), *map(exit_status, processes)]
+    causes = [status for status in ends if status not in (0, LOST_PROCESS)]  # a lost process is a consequence
+    return next((status for status in (*causes, *ends) if status), 0)
 
 
 def exit_status(process: subprocess.Popen) -> int | None:

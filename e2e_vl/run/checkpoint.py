@@ -15,6 +15,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -55,13 +56,19 @@ START_SETTINGS = (  # settings that a trained model does not use
 
 @contextlib.contextmanager
 def translate_full_disk(folder: Path) -> Iterator[None]:
-    """Convert the errors that torch and safetensors raise on a full disk to an OSError."""
+    """Convert the errors that torch and safetensors raise on a full disk, or beyond a quota or limit, to an OSError."""
     try:
         yield
     except (RuntimeError, SafetensorError) as error:
-        if shutil.disk_usage(folder).free > 1 << 20:  # bytes
-            raise
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
+        number = re.search(r"\(os error (\d+)\)", str(error))  # of safetensors
+        if number is not None:
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
+        if shutil.disk_usage(folder).free <= 1 << 20:  # bytes
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
+        if "inline_container" in str(error):  # the writer of torch, which does not say why
+            reason = "A file was cut off; a quota or a limit of file sizes may be reached"
+            raise OSError(errno.EIO, reason, str(folder)) from error
+        raise
 
 
 def save_model(folder: Path, config: RunConfig, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase) -> None:

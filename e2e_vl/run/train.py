@@ -249,7 +249,13 @@ class Trainer:
                 self.built.tokenizer.save_pretrained(part)
             print(describe_run(self.config, self.built, self.accelerator, self.step, self.total_steps), flush=True)
         resume_step = self.step if self.checkpoint is not None else None
-        self.log = RunLog(self.output / "log.jsonl", enabled=is_main, resume_step=resume_step)
+        _, steps_after_line = self.loss_sums.get("loss", (0.0, 0))
+        self.log = RunLog(
+            self.output / "log.jsonl",
+            enabled=is_main,
+            resume_step=resume_step,
+            logged_step=self.step - steps_after_line,
+        )
         self.accelerator.init_trackers("e2e-vl", config=dict(flatten_settings(msgspec.to_builtins(self.config))))
         bar = tqdm(
             total=self.total_steps,

@@ -20,6 +20,7 @@ from e2e_vl.cli.processes import add_process_options, process_settings, run_comm
 SLEEP = "time.sleep(30)"
 FAIL = f"sys.exit(7) if RANK == 1 else {SLEEP}"
 KILLED = f"os.kill(os.getpid(), 9) if RANK == 1 else {SLEEP}"
+STOPPED = "sys.exit(75) if RANK == 0 else (time.sleep(0.2), sys.exit(143))"  # before the processes have met
 LOST = "sys.exit(75) if RANK == 0 else (time.sleep(0.2), sys.exit(2))"
 SAVE = (
     "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.1 * RANK), print('saved', RANK), sys.exit(143))); "
@@ -32,7 +33,9 @@ def script(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("text", "status"), [("pass", 0), (FAIL, 7), (KILLED, 137), (LOST, 2)], ids=["done", "fails", "killed", "lost"]
+    ("text", "status"),
+    [("pass", 0), (FAIL, 7), (KILLED, 137), (LOST, 2), (STOPPED, 143)],
+    ids=["done", "fails", "killed", "lost", "stopped"],
 )
 def test_the_status_is_that_of_the_process_that_failed_first(text, status, monkeypatch, capfd):
     monkeypatch.setattr(processes, "PATIENCE", 0.3)

@@ -7,6 +7,7 @@ test_launch.py.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import multiprocessing
@@ -187,12 +188,16 @@ def test_signals_end_a_run_and_nothing_is_lost(uninterrupted, tiny_config, monke
 
 
 def test_a_full_disk_that_torch_hides_is_named(tmp_path, monkeypatch):
-    def save():
+    def save(message: str = "basic_ios::clear: iostream error") -> None:
         with translate_full_disk(tmp_path):
-            raise RuntimeError("basic_ios::clear: iostream error")
+            raise RuntimeError(message)
 
     with pytest.raises(RuntimeError):
         save()
+    with pytest.raises(OSError, match="Disk quota exceeded"):
+        save(f"Error while serializing: I/O error: Disk quota exceeded (os error {errno.EDQUOT})")
+    with pytest.raises(OSError, match="a quota or a limit"):
+        save("[enforce fail at inline_container.cc:672] . unexpected pos 1229632 vs 1229524")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
     with pytest.raises(OSError, match="No space left") as caught:
         save()
