@@ -96,6 +96,14 @@ RETRY_SECONDS = 0.05  # until a signal whose error was dropped is raised again
 PATIENCE = 2.0  # seconds; launchers forward signals, so that one Ctrl-C may arrive twice in quick succession
 
 
+def signal_main_thread(number: int) -> None:
+    """Send a signal to the main thread, from any thread; it interrupts a system call in which the main thread waits."""
+    if hasattr(signal, "pthread_kill"):
+        signal.pthread_kill(threading.main_thread().ident, number)
+    else:  # Windows
+        signal.raise_signal(number)
+
+
 @contextlib.contextmanager
 def stopped_by_signals(advice: str = "") -> Iterator[None]:
     """Context in which STOP_SIGNALS raise an error at once, so that half-written files are deleted.
@@ -119,7 +127,7 @@ def stopped_by_signals(advice: str = "") -> Iterator[None]:
             arrivals.clear()
             number = error.status - 128 if isinstance(error, StoppedRunError) else signal.SIGINT
             # later, because an error that is raised in this function would be dropped, too
-            timer = threading.Timer(RETRY_SECONDS, signal.raise_signal, (number,))
+            timer = threading.Timer(RETRY_SECONDS, signal_main_thread, (number,))
             timer.daemon = True
             timer.start()
         else:
