@@ -235,7 +235,7 @@ def _locate(
     Args:
         first_split: the index of the part's first split among those of all parts.
     """
-    photo_of = dict(zip(dataset.image_keys(), dataset.photos(), strict=False))
+    photo_of = dict(zip(dataset.image_keys(), dataset.photos(), strict=True))
     for key in images:
         location, name = photo_of[key]
         place = f"{location}: {name}" if part.images is None else part.images
