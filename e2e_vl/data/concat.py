@@ -235,6 +235,8 @@ def _locate(
     Args:
         first_split: the index of the part's first split among those of all parts.
     """
+    if not images:  # the data set does not list them, or a group has several
+        return
     photo_of = dict(zip(dataset.image_keys(), dataset.photos(), strict=True))
     for key in images:
         location, name = photo_of[key]
