@@ -10,15 +10,15 @@ import dataclasses
 import difflib
 import functools
 import hashlib
-import http.client
 import re
 from pathlib import Path
 
 from filelock import FileLock
 
 from detector.config import NORM_EPS
+from detector.downloads import download_file
 from detector.errors import MissingFileError, UserError, first_line, user_path
-from detector.io import atomic_file, read_text, read_yaml
+from detector.io import read_text, read_yaml
 
 PUBLISHED = Path(__file__).with_name("published")  # Detectron2 YAML files
 CLASS_LISTS = Path(__file__).with_name("class_names")  # text files with one class name per line
@@ -57,8 +57,11 @@ class PublishedWeights:
 
 @functools.cache
 def published_weights() -> tuple[PublishedWeights, ...]:
-    rows = read_yaml(Path(__file__).with_name("published_weights.yaml"))
-    return tuple(PublishedWeights(**{"file": row["address"].rpartition("/")[2], **row}) for row in rows)
+    rows = []
+    for row in read_yaml(Path(__file__).with_name("published_weights.yaml")):
+        file = row["address"].rpartition("/")[2]
+        rows.append(PublishedWeights(**{"file": file, **row}))
+    return tuple(rows)
 
 
 def resolve_weights(name: str | Path) -> Path | PublishedWeights:
@@ -76,10 +79,10 @@ def resolve_weights(name: str | Path) -> Path | PublishedWeights:
 
 def find_published_weights(name: str | Path) -> PublishedWeights | None:
     """Return the published weights with this name, URL or file name, or None."""
-    of_file = next((weights for weights in published_weights() if Path(name).name == weights.file), None)
-    if of_file is not None or Path(name).exists():
-        return of_file
-    return _find(_key(name))
+    for weights in published_weights():
+        if Path(name).name == weights.file:
+            return weights
+    return None if Path(name).exists() else _find(_key(name))
 
 
 def suggest_names(name: str | Path) -> list[str]:
@@ -91,7 +94,10 @@ def suggest_names(name: str | Path) -> list[str]:
 def _find(key: str) -> PublishedWeights | None:
     """Find published weights by their URL, their name, or the end of their name after a slash."""
     end = f"/{key.removesuffix('.yaml')}"
-    return next((one for one in published_weights() if key == one.address or f"/{one.name}".endswith(end)), None)
+    for weights in published_weights():
+        if key == weights.address or f"/{weights.name}".endswith(end):
+            return weights
+    return None
 
 
 def _last(key: str) -> str:
@@ -115,37 +121,40 @@ def download_weights(weights: PublishedWeights) -> Path:
 
     If several processes call this at once, only one of them downloads the file.
     """
-    import torch  # slow to import
-
     path = cache_folder() / weights.file
     by_hand = f"download it manually and save it as {path}, or use the path of your file instead of the name"
     if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with FileLock(f"{path}.lock"):
-                if not path.is_file():  # another process may have downloaded it in the meantime
-                    with atomic_file(path) as part:
-                        torch.hub.download_url_to_file(weights.address, str(part))
-        except (OSError, http.client.HTTPException) as error:
-            raise MissingFileError(
-                f"{weights.name} cannot be downloaded from {weights.address} ({first_line(error)}); {by_hand}."
-            ) from error
+        reason = _download_once(weights.address, path)
+        if reason:
+            raise MissingFileError(f"{weights.name} cannot be downloaded from {weights.address} ({reason}); {by_hand}.")
     difference = file_difference(path, weights.checksum)
     if difference:
         raise UserError(f"{path} is not the published file: {difference}; delete it to load it again, or {by_hand}.")
     return path
 
 
+def _download_once(address: str, path: Path) -> str:
+    """Download a file unless another process does so meanwhile, and return why it failed, or ""."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock"):
+            if path.is_file():  # another process has downloaded it in the meantime
+                return ""
+            return download_file(address, path)
+    except OSError as error:
+        return first_line(error)
+
+
 def file_difference(path: Path, checksum: str, size: int | None = None) -> str:
     """Describe why a file cannot be the published one; "" if it can. A checksum may be the first digits only."""
-    found = path.stat().st_size
-    if found == 0:
+    num_bytes = path.stat().st_size
+    if num_bytes == 0:
         return "it is empty"
     with path.open("rb") as file:
         if file.read(512).lstrip()[:5].lower() in (b"<!doc", b"<html"):
             return "it is a web page"
-        if size is not None and found != size:
-            return f"it has {found:,} bytes instead of {size:,}"
+        if size is not None and num_bytes != size:
+            return f"it has {num_bytes:,} bytes instead of {size:,}"
         if checksum:
             algorithm, digits = checksum.split(":")
             file.seek(0)

@@ -28,14 +28,13 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from detector.downloads import download_file, missing_library, try_address
 from detector.errors import MissingFileError, UserError
 from detector.io import read_yaml
 from detector.zoo import file_difference
 from e2e_vl.cli.main import make_parser, print_errors
 from e2e_vl.config import CONFIGS, load_config
 from e2e_vl.parts import Settings, check_name, decode
-
-RETRIES = 5  # of a transfer that breaks; each goes on where the last one stopped
 
 
 class PublishedFile(Settings, frozen=True):
@@ -54,37 +53,40 @@ class PublishedFile(Settings, frozen=True):
 
     @property
     def bytes(self) -> int:
-        """About the size of the download; 0 = unknown."""
+        """The approximate size of the download; 0 = unknown."""
         return self.size or int(1e9 * (self.gb or 0))
 
-    def places(self, data: Path) -> dict[Path, int | None]:
-        """The files and folders that it becomes -> number of files in a folder, if known.
+    def paths(self, data: Path) -> dict[Path, int | None]:
+        """Return the files and folders that it becomes -> number of files in a folder, if known.
 
         A folder under the name of a link counts as well.
         """
-        places = {}
+        paths = {}
         for name, number in (self.holds or {self.path: None}).items():
-            names = [data / name, *(data / link for link, place in self.links.items() if place == name)]
-            places[next((one for one in names if one.exists()), names[0])] = number
-        return places
+            names = [name, *(link for link, target in self.links.items() if target == name)]
+            existing = [data / name for name in names if (data / name).exists()]
+            paths[existing[0] if existing else data / name] = number
+        return paths
 
     def problem(self, data: Path, *, with_checksum: bool = False) -> str:
-        """What is missing or odd; "" if all is there."""
-        for place, number in self.places(data).items():
-            if not place.exists():
-                return f"missing: {place}"
-            if place.is_dir() and (found := count_files(place)) != (number or found or 1):
-                return f"odd: {place} has {found:,} files{f' instead of {number:,}' if number else ''}"
-            if place.is_file() and (self.path or not place.stat().st_size):
-                reason = file_difference(place, self.checksum if with_checksum else "", self.size)
-                if reason:
-                    return f"odd: {place}: {reason}"
+        """Return what is missing or odd; "" if all is there."""
+        for path, number in self.paths(data).items():
+            if not path.exists():
+                return f"missing: {path}"
+            if path.is_dir():
+                difference = folder_difference(path, number)
+                if difference:
+                    return f"odd: {path} {difference}"
+            elif self.path or path.stat().st_size == 0:
+                difference = file_difference(path, self.checksum if with_checksum else "", self.size)
+                if difference:
+                    return f"odd: {path}: {difference}"
         return ""
 
     def make_links(self, data: Path) -> None:
         """Make the other names of what is there, as relative links."""
-        for link, place in self.links.items():
-            old, new = sorted((data / place, data / link), key=Path.exists, reverse=True)
+        for link, target in self.links.items():
+            old, new = sorted((data / target, data / link), key=Path.exists, reverse=True)
             if old.exists() and not new.exists():
                 new.parent.mkdir(parents=True, exist_ok=True)
                 try:
@@ -109,11 +111,16 @@ class Table(Settings, frozen=True):
     sets: dict[str, FileSet]
 
     def named(self, names: list[str]) -> dict[str, PublishedFile]:
-        """The files of these sets, and these files."""
+        """Return the files of these sets, and these files."""
+        files = {}
         for name in names:
-            check_name(name, self.sets if name not in self.files else self.files, "name")
-        files = (file for name in names for file in (self.sets[name].files if name in self.sets else [name]))
-        return {name: self.files[name] for name in files}
+            if name in self.files:
+                files[name] = self.files[name]
+                continue
+            check_name(name, self.sets, "name")
+            for file in self.sets[name].files:
+                files[file] = self.files[file]
+        return files
 
 
 def read_table() -> Table:
@@ -125,11 +132,19 @@ def count_files(folder: Path) -> int:
     return sum(len(files) for _, _, files in os.walk(folder))
 
 
+def folder_difference(folder: Path, number: int | None) -> str:
+    """Describe why a folder cannot be the published one, of `number` files if that is known; "" if it can."""
+    count = count_files(folder)
+    if number and count != number:
+        return f"has {count:,} files instead of {number:,}"
+    return "" if count else "has 0 files"
+
+
 def fetch(name: str, file: PublishedFile, data: Path) -> None:
     """Download a file as DATA/downloads/NAME, compare it, and move it, or what it holds, to its places."""
     if file.form:
-        places = " and ".join(str(place) for place in file.places(data) if not place.exists())
-        raise MissingFileError(f"{name} cannot be fetched: {file.form}, as {places}; see {file.source}.")
+        missing = " and ".join(str(path) for path in file.paths(data) if not path.exists())
+        raise MissingFileError(f"{name} cannot be fetched: {file.form}, as {missing}; see {file.source}.")
     download = data / "downloads" / name
     download.parent.mkdir(parents=True, exist_ok=True)
     with waiting_for_lock(data / ".locks" / f"{name}.lock", name):
@@ -157,13 +172,15 @@ def waiting_for_lock(path: Path, name: str) -> Iterator[None]:
 
 
 def fetch_locked(name: str, file: PublishedFile, data: Path, download: Path) -> None:
-    """`fetch`, in a context that only one process is in."""
-    if download.exists() and (reason := file_difference(download, file.checksum, file.size)):
-        raise UserError(f"{download} is not the published file: {reason}; delete it.")
+    """Do the work of `fetch`, in a context that only one process is in."""
+    if download.exists():  # saved by hand, or complete when an earlier call was stopped
+        reason = file_difference(download, file.checksum, file.size)
+        if reason:
+            raise UserError(f"{download} is not the published file: {reason}; delete it.")
     reasons = []
     for address in file.address:
         if not download.exists():
-            reason = transfer(address, download) or file_difference(download, file.checksum, file.size)
+            reason = download_file(address, download) or file_difference(download, file.checksum, file.size)
             if reason:
                 download.unlink(missing_ok=True)
                 reasons.append(f"{address}: {reason}")
@@ -177,33 +194,6 @@ def fetch_locked(name: str, file: PublishedFile, data: Path, download: Path) -> 
         unpack(download, file, data)
 
 
-def transfer(address: str, download: Path) -> str:
-    """Download a file, going on with the .part that an earlier call left. Returns why it failed, or ""."""
-    import gdown
-    import requests
-
-    options = {"resume": True, "retries": RETRIES, "timeout": 60.0, "use_cookies": False}
-    try:
-        try:
-            gdown.download(address, str(download), **options)
-        except gdown.exceptions.DownloadError as error:
-            if "byte range" not in str(error):
-                raise
-            print(f"{address} cannot be continued and begins anew", flush=True)
-            for part in download.parent.glob(f"{download.name}????????.part"):
-                part.unlink()
-            gdown.download(address, str(download), **options)
-    except (gdown.exceptions.DownloadError, requests.RequestException) as error:
-        return why(error)
-    return ""
-
-
-def why(error: Exception) -> str:
-    """The message of an error on one line, without the names of connection pools before it."""
-    text = " ".join(str(error).split()).rpartition("): ")[2].rstrip("\"'.)")
-    return text + ")" * (text.count("(") - text.count(")"))
-
-
 def unpack(archive: Path, file: PublishedFile, data: Path) -> None:
     """Unpack an archive, move what it holds to its places, wherever in the archive it was, and delete the archive."""
     folder = archive.with_name(f"{archive.name}.unpacked")
@@ -213,18 +203,18 @@ def unpack(archive: Path, file: PublishedFile, data: Path) -> None:
     try:
         # both refuse or leave out members outside of the folder
         shutil.unpack_archive(archive, folder, "zip" if is_zip else "tar", **({} if is_zip else {"filter": "data"}))
-        names = [one for one in folder.rglob("*") if "__MACOSX" not in one.parts]
-        found = {}
-        for place, number in file.places(data).items():
-            if not place.exists():
-                own = [one for one in names if one.name == place.name]
-                name = max(own, key=lambda one: one.parent.name == place.parent.name, default=None)
-                if name is None or (number and count_files(name) != number):
-                    what = f"no {place.name}{f' with {number:,} files' if number else ''}"
-                    raise UserError(f"{archive} holds {what}, so it is not the published file; delete it.")
-                found[name] = place
-        for name, place in found.items():
-            move(name, place)
+        members = [member for member in folder.rglob("*") if "__MACOSX" not in member.parts]
+        moves = {}
+        for path, number in file.paths(data).items():
+            if not path.exists():
+                same_name = [member for member in members if member.name == path.name]
+                member = max(same_name, key=lambda member: member.parent.name == path.parent.name, default=None)
+                if member is None or (number and count_files(member) != number):
+                    content = f"{path.name} with {number:,} files" if number else path.name
+                    raise UserError(f"{archive} holds no {content}, so it is not the published file; delete it.")
+                moves[member] = path
+        for member, path in moves.items():
+            move(member, path)
     except (shutil.ReadError, zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error) as error:
         archive.unlink()
         raise UserError(f"{archive} was damaged ({error}) and is deleted; repeat the command.") from error
@@ -233,38 +223,27 @@ def unpack(archive: Path, file: PublishedFile, data: Path) -> None:
     archive.unlink()
 
 
-def move(name: Path, place: Path) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    name.rename(place)
+def move(old: Path, new: Path) -> None:
+    new.parent.mkdir(parents=True, exist_ok=True)
+    old.rename(new)
 
 
 def check_disk(files: dict[str, PublishedFile], data: Path) -> str:
     """Compare the free space with the files, their sizes as far as they are known; archives are there twice."""
-    folder = next(folder for folder in (data.absolute(), *data.absolute().parents) if folder.exists())
+    folder = data.absolute()
+    while not folder.exists():
+        folder = folder.parent
     sizes = [file.bytes for file in files.values()]
-    need, free = sum(sizes) + max(sizes, default=0), shutil.disk_usage(folder).free
-    unknown = sum(not size for size in sizes)
-    text = f"{data} needs {need / 1e9:.1f} GB{f' and {unknown} files of unknown size' * bool(unknown)}"
+    needed = sum(sizes) + max(sizes, default=0)
+    free = shutil.disk_usage(folder).free
+    text = f"{data} needs {needed / 1e9:.1f} GB"
+    num_unknown = sizes.count(0)
+    if num_unknown:
+        text += f" and {num_unknown} files of unknown size"
     text += f", and {free / 1e9:.1f} GB are free"
-    if need > free:
+    if needed > free:
         raise UserError(f"{text}: choose another --data, or free some space.")
     return text
-
-
-def answer(address: str, size: int | None) -> str:
-    """How a server answers, without the download."""
-    import gdown
-    import requests
-
-    try:
-        if gdown.parse_url.parse_url(address)[0]:
-            return f"answers, {gdown.download(address, skip_download=True, use_cookies=False, timeout=10).path}"
-        with requests.get(address, stream=True, timeout=10) as response:
-            response.raise_for_status()
-            length = int(response.headers.get("Content-Length", size or 0))
-            return "answers" if length == (size or length) else f"has {length:,} bytes instead of {size:,}"
-    except (gdown.exceptions.DownloadError, requests.RequestException) as error:
-        return f"does not answer: {why(error)}"
 
 
 @functools.partial(print_errors, advice="Repeat the command to continue.")
@@ -275,24 +254,29 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="only check what can be checked before")
     parser.add_argument("--check", action="store_true", help="only say what is there, missing or odd")
     args = parser.parse_args(argv)
-    table, data = read_table(), args.data
+    data = args.data
+    table = read_table()
     if not args.names:
-        for name, one in table.sets.items():
-            sizes = [table.files[file].bytes for file in one.files]
-            print(f"{name:22s}{'' if all(sizes) else '>':>2s}{sum(sizes) / 1e9:5.1f} GB  {', '.join(one.files)}")
+        for name, file_set in table.sets.items():
+            sizes = [table.files[file].bytes for file in file_set.files]
+            at_least = "" if all(sizes) else ">"
+            print(f"{name:22s}{at_least:>2s}{sum(sizes) / 1e9:5.1f} GB  {', '.join(file_set.files)}")
         return 0
     files = table.named(args.names)
     problems = {name: file.problem(data, with_checksum=args.check) for name, file in files.items()}
     for name, problem in problems.items():
-        print(f"{name:22s} {problem or 'there: ' + ', '.join(map(str, files[name].places(data)))}")
+        state = problem or f"there: {', '.join(map(str, files[name].paths(data)))}"
+        print(f"{name:22s} {state}")
     if args.check:
         return int(any(problems.values()))
     missing = {name: file for name, file in files.items() if problems[name]}
+    if missing and missing_library():
+        raise UserError(f"{args.names[0]} is not fetched: {missing_library()}.")
     print(check_disk(missing, data))
     if args.dry_run:
-        return dry_run(
-            missing, [one for name in args.names if name in table.sets for one in table.sets[name].configs], data
-        )
+        sets = [table.sets[name] for name in args.names if name in table.sets]
+        configs = [config for file_set in sets for config in file_set.configs]
+        return dry_run(missing, configs, data)
     failed = 0
     for name, file in missing.items():
         try:
@@ -315,11 +299,11 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
 
 def dry_run(missing: dict[str, PublishedFile], configs: list[str], data: Path) -> int:
     """Check what downloads and a training need, without downloading; 1 if a server does not answer as expected."""
-    import torch
+    import torch  # slow to import
 
     failed = 0
     for name, file in missing.items():
-        answers = {address: answer(address, file.size) for address in file.address}
+        answers = {address: try_address(address, file.size) for address in file.address}
         failed += not file.form and not any(text.startswith("answers") for text in answers.values())
         for address, text in answers.items():
             print(f"{name}: {address} {text}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import fnmatch
 import hashlib
+import importlib.util
 import io
 import re
 import tarfile
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from detector import downloads
 from e2e_vl.cli import download
 from e2e_vl.cli.download import PublishedFile, Table, main, read_table
 from e2e_vl.cli.reproduce import PAPERS, read_paper
@@ -110,7 +112,7 @@ def server(monkeypatch) -> Iterator[ThreadingHTTPServer]:
     to_server = lambda self, url, **more: get(self, url.replace("https://drive.google.com", server.address), **more)  # noqa: E731
     monkeypatch.setattr(requests.Session, "get", to_server)
     monkeypatch.setattr("random.uniform", lambda *_: 0.0)  # no waiting between retries
-    monkeypatch.setattr(download, "RETRIES", 1)
+    monkeypatch.setattr(downloads, "RETRIES", 1)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     yield server
     server.stop.set()
@@ -216,6 +218,14 @@ def test_a_fault_is_one_sentence_and_leaves_nothing_under_the_final_name(fault, 
     assert left == (["downloads/it"] if "holds no" in message else [])  # the user decides about a whole archive
 
 
+def test_without_its_library_the_command_names_the_extra(run, server, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    status, message = run()
+    remedy = 'downloads need gdown; install it with pip install "e2e-vl[download]"'
+    assert (status, message) == (2, f"error: it is not fetched: {remedy}.\n")
+    assert not server.seen
+
+
 def test_a_full_disk_is_one_sentence(run, tmp_path, monkeypatch, capsys):
     (tmp_path / "downloads").mkdir()
     part = tmp_path / "downloads/it12345678.part"
@@ -231,14 +241,14 @@ def test_a_full_disk_is_one_sentence(run, tmp_path, monkeypatch, capsys):
 
 def test_two_downloads_at_once_fetch_a_file_once(run, server, tmp_path, monkeypatch):
     """Both would write to the same partial file."""
-    transfer, calls = download.transfer, []
+    download_file, calls = download.download_file, []
 
     def slow(*arguments: object) -> str:
         calls.append(arguments)
         time.sleep(0.3)
-        return transfer(*arguments)
+        return download_file(*arguments)
 
-    monkeypatch.setattr(download, "transfer", slow)
+    monkeypatch.setattr(download, "download_file", slow)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         statuses = [future.result()[0] for future in [pool.submit(run), pool.submit(run)]]
     assert (statuses, len(calls), files_in(tmp_path)) == ([0, 0], 1, ["to/model.bin"])
@@ -248,7 +258,7 @@ def test_a_stopped_download_says_that_it_goes_on(run, tmp_path, monkeypatch):
     def stop(*_: object) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(download, "transfer", stop)
+    monkeypatch.setattr(download, "download_file", stop)
     assert run() == (130, "stopped by SIGINT. Repeat the command to continue.\n")
 
 

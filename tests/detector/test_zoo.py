@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import multiprocessing
 import re
 import time
-import urllib.error
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import gdown
 import pytest
+import requests
 import torch
 from torchvision import models
 from torchvision.models import detection
@@ -180,7 +182,7 @@ ADDRESS = "https://example.org/file"
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The cache of torch.hub. Each download of `CONTENT` adds a line to `log` beside it."""
 
-    def download(address: str, file: str) -> None:
+    def download(address: str, file: str, **_: object) -> None:
         assert address == ADDRESS
         with (tmp_path / "log").open("a") as log:
             log.write(f"{address}\n")
@@ -189,7 +191,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         Path(file).write_bytes(CONTENT)
 
     monkeypatch.setattr(torch.hub, "_hub_dir", None)
-    monkeypatch.setattr(torch.hub, "download_url_to_file", download)
+    monkeypatch.setattr(gdown, "download", download)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "hub" / "checkpoints"
     return cache_folder()
@@ -220,15 +222,25 @@ def test_another_file_is_rejected_and_stays(cache: Path, checksum: str, content:
     assert path.read_bytes() == content
 
 
-def test_a_failed_download_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch):
-    def cut_off(address: str, file: str) -> None:
-        Path(file).write_bytes(CONTENT[:100])
-        raise urllib.error.URLError("connection reset")
+def test_a_failed_download_leaves_nothing_under_the_name_of_the_file(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    def cut_off(address: str, file: str, **_: object) -> None:
+        Path(f"{file}12345678.part").write_bytes(CONTENT[:100])  # the next call goes on with it
+        raise requests.ConnectionError("connection reset")
 
-    monkeypatch.setattr(torch.hub, "download_url_to_file", cut_off)
+    monkeypatch.setattr(gdown, "download", cut_off)
     with pytest.raises(MissingFileError, match=f"torchvision/test.*{ADDRESS}.*connection reset.*{cache}"):
         download_weights(entry())
-    assert [path.name for path in cache.iterdir()] in ([], ["test.pth.lock"])
+    assert "test.pth" not in [path.name for path in cache.iterdir()]
+
+
+def test_without_the_library_for_downloads_its_extra_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingFileError, match=r"torchvision/test.*e2e-vl\[download\].*test\.pth"):
+        download_weights(entry())
+
+
+def test_files_in_the_cache_can_be_read_by_others(cache: Path):
+    assert download_weights(entry()).stat().st_mode & 0o444 == 0o444
 
 
 def fetch(_: int) -> str:
