@@ -186,9 +186,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         assert address == ADDRESS
         with (tmp_path / "log").open("a") as log:
             log.write(f"{address}\n")
-        Path(file).write_bytes(CONTENT[:100])
+        part = Path(f"{file}12345678.part")  # as gdown does
+        part.write_bytes(CONTENT[:100])
         time.sleep(0.2)  # other processes ask for the file meanwhile
-        Path(file).write_bytes(CONTENT)
+        part.write_bytes(CONTENT)
+        part.rename(file)
 
     monkeypatch.setattr(torch.hub, "_hub_dir", None)
     monkeypatch.setattr(gdown, "download", download)
