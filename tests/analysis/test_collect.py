@@ -130,6 +130,19 @@ def test_the_measures_of_a_text():
     assert found.counts["phrases with a box but no correct region"] == 1
 
 
+@pytest.mark.parametrize(("mean_over", "accuracy"), [("entities", 2 / 3), ("sentences", 3 / 4)])
+def test_a_mean_is_over_entities_or_over_the_means_of_sentences(mean_over, accuracy):
+    """Only the phrase of "star" is grounded. One of two sentences also has a phrase that is missed."""
+    maps = torch.zeros(1, 1, 9, 9)
+    maps[0, 0, 2, 7] = 1.0
+    graph = AttentionGraph((0,), frozenset({AttentionBlock.WORDS_TO_REGIONS}))
+    statistics = AttentionStatistics()
+    for without_region in ("miss", "skip"):  # the phrase "on" has no right region
+        options = AnalysisOptions(mean_over=mean_over, without_region=without_region)
+        add_text(statistics, "g", graph, maps, view(options), options)
+    assert numbers(statistics)[1] == pytest.approx(accuracy)
+
+
 @pytest.mark.parametrize(
     ("scores", "sorted_boxes", "expected"),
     [

@@ -83,6 +83,12 @@ def test_heads_are_active_over_the_examples_of_a_relation_or_over_entities(tmp_p
     assert picture.startswith(b"\x89PNG") and (picture == other) == (over == "examples")
 
 
+@pytest.mark.parametrize(("share", "active"), [(0.05, [True, True]), (0.2, [False, True]), (0.5, [False, False])])
+def test_a_head_is_active_above_a_share_of_attention_on_regions(share, active):
+    """The share of the words of relations is 0.1 in one head and 0.4 in the other."""
+    assert two_heads(active_above=share).active_heads("g", RELATIONS).tolist() == [active]
+
+
 def test_without_entities_no_head_is_active_over_them():
     found = two_heads(active_over="entities", has_entities=False)
     assert found.relation_rows("g")[0]["best active head"] == "" and not found.active_heads("g", RELATIONS).any()

@@ -10,6 +10,7 @@ from detector import roi_heads
 from detector.config import AttributeConfig, BoxHeadConfig, DetectorConfig, ROIHeadsConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.roi_heads import BoxHead, BoxPredictor
+from detector.structures import DetectionTargets
 from tests.detector import published
 
 STYLES = {
@@ -20,7 +21,7 @@ STYLES = {
 }
 
 
-def make_detector(style: str, **more: int) -> FasterRCNN:
+def make_detector(style: str, **more: object) -> FasterRCNN:
     flat = DetectorConfig.from_yaml(published.WITHOUT_ATTRIBUTES).to_flat()
     flat |= {"MODEL.ROI_BOX_HEAD.POOLER_TYPE": "ROIAlignV2", "MODEL.RESNETS.RES5_DILATION": 1}
     torch.manual_seed(0)
@@ -92,3 +93,39 @@ def test_attribute_loss_averages_over_the_labels_of_each_foreground_roi():
     expected = (entropy(0, 1) + entropy(0, 3)) / 2 + entropy(1, 0) + entropy(4, 2)
     torch.testing.assert_close(loss.total, 0.5 * expected)
     assert loss.count == 3  # background and unlabelled objects take no part
+
+
+BOXES = torch.tensor([[0.0, 0, 10, 10], [0, 0, 10, 6], [0, 0, 10, 4], [50, 50, 60, 60]])
+TARGETS = DetectionTargets([BOXES[:1]], [torch.tensor([1])])  # IoU 1, 0.6, 0.4, 0 with the boxes
+NOT_APPENDED = {"MODEL.ROI_HEADS.PROPOSAL_APPEND_GT": False}
+
+
+@pytest.mark.parametrize(
+    ("settings", "foreground", "background"),
+    [
+        ({}, [0, 1], [2, 3]),
+        ({"MODEL.ROI_HEADS.IOU_THRESHOLDS": [0.7]}, [0], [1, 2, 3]),
+        ({"MODEL.ROI_HEADS.IOU_THRESHOLDS": [0.3]}, [0, 1, 2], [3]),
+        ({"MODEL.ROI_HEADS.IOU_THRESHOLDS": [0.5, 0.7], "MODEL.ROI_HEADS.IOU_LABELS": [0, -1, 1]}, [0], [2, 3]),
+    ],
+)
+def test_proposals_are_labelled_by_the_thresholds_of_the_settings(settings, foreground, background):
+    heads = make_detector("basic", **NOT_APPENDED, **settings).roi_heads
+    sampled = heads.label_and_sample([BOXES], TARGETS)
+    rows = [BOXES.tolist().index(box) for box in sampled.boxes[0].tolist()]
+    is_foreground = (sampled.classes[0] == 1).tolist()
+    assert sorted(row for row, is_object in zip(rows, is_foreground, strict=True) if is_object) == foreground
+    assert sorted(row for row, is_object in zip(rows, is_foreground, strict=True) if not is_object) == background
+
+
+def test_the_box_loss_has_a_weight_of_its_own():
+    losses = []
+    for weight in (1.0, 3.0):
+        heads = make_detector("basic", **NOT_APPENDED, **{"MODEL.ROI_BOX_HEAD.BBOX_REG_LOSS_WEIGHT": weight}).roi_heads
+        sampled = heads.label_and_sample([BOXES[1:]], TARGETS)  # without the box that needs no change
+        features = torch.ones(len(sampled.classes[0]), heads.box_predictor.cls_score.in_features)
+        losses.append(heads.losses(features, sampled, TARGETS))
+    once, thrice = losses
+    assert once["loss_box_reg"].total > 0
+    torch.testing.assert_close(thrice["loss_box_reg"].total, 3 * once["loss_box_reg"].total)
+    assert thrice["loss_cls"].total == once["loss_cls"].total

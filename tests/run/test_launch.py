@@ -5,8 +5,10 @@ All trainings of two processes are made by one launch, whose last one is stopped
 
 from __future__ import annotations
 
+import datetime
 import signal
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -222,6 +224,31 @@ def test_accumulation_is_what_the_settings_say(monkeypatch):
     weight = torch.ones((), requires_grad=True)
     make_accelerator("no").backward(3 * weight)
     assert weight.grad == 3
+
+
+@pytest.mark.usefixtures("launched_by_accelerate")
+def test_processes_wait_for_each_other_as_long_as_the_settings_say():
+    accelerator = make_accelerator("no", max_wait_minutes=7.0)
+    assert accelerator.init_handler.timeout == datetime.timedelta(minutes=7)
+
+
+@pytest.fixture
+def has_tf32() -> Iterator[Callable[[], set[bool]]]:
+    """What the backends of a GPU are set to, which does not change in other tests."""
+    backends = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [backend.allow_tf32 for backend in backends]
+    yield lambda: {backend.allow_tf32 for backend in backends}
+    for backend, allowed in zip(backends, before, strict=True):
+        backend.allow_tf32 = allowed
+
+
+@pytest.mark.usefixtures("launched_by_accelerate")
+def test_tf32_is_what_the_settings_say(has_tf32):
+    for tf32 in (True, False):
+        make_accelerator("no", tf32=tf32)
+        assert has_tf32() == {tf32}
+        make_accelerator("no", tf32=None)
+        assert has_tf32() == {tf32}, "null leaves it as it is"
 
 
 def test_bf16_on_a_cpu_without_its_instructions_gets_a_warning(monkeypatch, tmp_path, caplog, on_cpu):

@@ -15,7 +15,7 @@ from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.batching import Request
 from e2e_vl.run.build import build_model, build_run
 from e2e_vl.run.checkpoint import load_model
-from e2e_vl.run.evaluate import evaluate_run, predict_split
+from e2e_vl.run.evaluate import evaluate_run, phrase_weights, predict_split
 from e2e_vl.run.train import train
 from tests.run.runs import ROOT, SHORT, first_texts, logged, predictions_of, tiny
 from tests.same import assert_same
@@ -72,6 +72,11 @@ pytestmark = pytest.mark.usefixtures("on_cpu")
 def folder(tmp_path_factory) -> Path:
     """Each task's scenes are drawn once."""
     return tmp_path_factory.mktemp("phrases")
+
+
+def test_words_that_form_phrases_have_a_weight_relative_to_that_of_phrases():
+    config = load_config(ROOT / "configs/tiny/refcoco.yaml", ["phrases={weight: 2.0, tag_weight: 0.25}"])
+    assert phrase_weights(config) == {"phrases": 2.0, "phrase_tags": 0.5}
 
 
 def alone(task: str, folder: Path, *words: str) -> RunConfig:

@@ -135,6 +135,23 @@ def test_compiled_blocks_train_like_others(tiny_config, monkeypatch, tmp_path):
         assert two["referring"] == pytest.approx(one["referring"], rel=1e-5)
 
 
+@pytest.mark.parametrize("is_channels_last", [True, False])
+def test_the_memory_format_of_the_detector_is_that_of_the_settings(tiny_config, monkeypatch, is_channels_last):
+    formats = []
+
+    def see_kernels(trainer, *_):
+        for name, weight in trainer.model.named_parameters():
+            if "detector." in name and weight.ndim == 4 and min(weight.shape[1:]) > 1:  # others have both formats
+                formats.append(weight.is_contiguous(memory_format=torch.channels_last))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training.Trainer, "run", see_kernels)
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_config(f"train.channels_last={is_channels_last}", *GT_ONLY))
+    assert formats
+    assert set(formats) == {is_channels_last}
+
+
 def test_a_frozen_detector_does_not_change(tiny_config, capsys):
     words = "detector.freeze=true", f"{RESNETS}.NORM=BN", "train={max_steps: 2, save_every_epochs: 0.01}"
     config = tiny_config(*words, "eval.boxes=[]")
