@@ -74,7 +74,10 @@ def resolve_weights(name: str | Path) -> Path | PublishedWeights:
     if path.exists():
         return path
     key = _key(name)
-    return _find(key) or (user_path(key) if "://" in key else path)
+    weights = _find(key)
+    if weights is not None:
+        return weights
+    return user_path(key) if "://" in key else path
 
 
 def find_published_weights(name: str | Path) -> PublishedWeights | None:
@@ -82,7 +85,9 @@ def find_published_weights(name: str | Path) -> PublishedWeights | None:
     for weights in published_weights():
         if Path(name).name == weights.file:
             return weights
-    return None if Path(name).exists() else _find(_key(name))
+    if Path(name).exists():
+        return None
+    return _find(_key(name))
 
 
 def suggest_names(name: str | Path) -> list[str]:
@@ -106,8 +111,11 @@ def _last(key: str) -> str:
 
 def _key(name: str | Path) -> str:
     """Normalise a name or URL: use forward slashes, and restore the "://" of a URL that was converted to a `Path`."""
-    key = re.sub(r"^([\w-]{2,}):/+", r"\1://", Path(name).as_posix() if isinstance(name, Path) else name)
-    return key.replace("detectron2://", DETECTRON2, 1) if key.startswith("detectron2://") else key
+    text = name.as_posix() if isinstance(name, Path) else name
+    key = re.sub(r"^([\w-]{2,}):/+", r"\1://", text)
+    if key.startswith("detectron2://"):
+        return key.replace("detectron2://", DETECTRON2, 1)
+    return key
 
 
 def cache_folder() -> Path:

@@ -274,8 +274,10 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         raise UserError(f"{args.names[0]} is not fetched: {missing_library()}.")
     print(check_disk(missing, data))
     if args.dry_run:
-        sets = [table.sets[name] for name in args.names if name in table.sets]
-        configs = [config for file_set in sets for config in file_set.configs]
+        configs = []
+        for name in args.names:
+            if name in table.sets:
+                configs += table.sets[name].configs
         return dry_run(missing, configs, data)
     failed = 0
     for name, file in missing.items():
