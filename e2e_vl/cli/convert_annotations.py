@@ -26,7 +26,7 @@ from pycocotools import mask
 from detector.errors import UserError, user_path
 from detector.io import write_json
 from e2e_vl.cli.main import make_parser, print_errors
-from e2e_vl.data.annotation_tools import Photos, Remarks, Row, list_examples, read_boxes, read_rows
+from e2e_vl.data.annotation_tools import ImageFolder, Remarks, Row, list_examples, read_boxes, read_rows
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +46,13 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     if not 0 <= args.val <= 1:
         raise UserError(f"--val {args.val} is not a share between 0 and 1.")
     source = user_path(args.export)
-    photos = Photos(user_path(args.images or args.output / "images"))
-    files = {name: args.output / name for name in ("instances.json", "refs.json")}
+    image_folder = ImageFolder(user_path(args.images or args.output / "images"))
+    instances_path = args.output / "instances.json"
+    refs_path = args.output / "refs.json"
     remarks = Remarks(source)
-    ignored = [path for path in files.values() if path != source]  # of an earlier conversion in the same folder
-    boxes = read_boxes(source, photos, remarks, skip_missing=args.skip_missing, ignored=ignored)
+    # what an earlier conversion wrote in the same folder
+    ignored = [path for path in (instances_path, refs_path) if path != source]
+    boxes = read_boxes(source, image_folder, remarks, skip_missing=args.skip_missing, ignored=ignored)
     rows: list[Row] = []
     row_remarks = Remarks(source)
     if args.expressions is not None:
@@ -59,20 +61,21 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         if not rows:
             row_remarks.raise_errors()
             raise UserError(f"{row_remarks.source} has no expressions.")
-    instances, refs = convert(boxes, rows, photos, args.val, row_remarks, skip_missing=args.skip_missing)
-    write_json(files["instances.json"], instances)
-    write_json(files["refs.json"], refs)
-    page = _write_page(args.output / "boxes.html", instances, refs, photos, [remarks, row_remarks])
-    splits = Counter({ref["image_id"]: ref["split"] for ref in refs}.values())
-    expressions = sum(len(ref["sentences"]) for ref in refs)
+    instances, refs = convert(boxes, rows, image_folder, args.val, row_remarks, skip_missing=args.skip_missing)
+    write_json(instances_path, instances)
+    write_json(refs_path, refs)
+    page = _write_page(args.output / "boxes.html", instances, refs, image_folder, [remarks, row_remarks])
+    split_of = {ref["image_id"]: ref["split"] for ref in refs}
+    splits = Counter(split_of.values())
+    num_expressions = sum(len(ref["sentences"]) for ref in refs)
     print(
         f"{len(instances['images'])} photos, {len(instances['annotations'])} boxes of "
-        f"{len(instances['categories'])} categories, {expressions} expressions about {len(refs)} boxes in "
+        f"{len(instances['categories'])} categories, {num_expressions} expressions about {len(refs)} boxes in "
         f"{dict(splits)} photos"
     )
     if refs:
-        folder = None if args.images is None else photos.folder
-        print(_training_command(args.output, folder, len(instances["categories"]), sorted(splits)))
+        images = None if args.images is None else image_folder.path
+        print(_training_command(args.output, images, len(instances["categories"]), sorted(splits)))
     else:
         print("Photos have several boxes of each category and no expressions about them; give --expressions.")
     print(page)
@@ -88,8 +91,10 @@ def _training_command(root: Path, images: Path | None, num_classes: int, splits:
     return shlex.join(words)
 
 
-def _write_page(path: Path, instances: dict, refs: list[dict], photos: Photos, all_remarks: Iterable[Remarks]) -> str:
-    """Write the page of boxes and log all notes; returns the sentence that names the page and the notes."""
+def _write_page(
+    path: Path, instances: dict, refs: list[dict], image_folder: ImageFolder, all_remarks: Iterable[Remarks]
+) -> str:
+    """Write the page of boxes, log all notes, and return the sentence that names the page and the notes."""
     from e2e_vl.run.annotation_page import write_annotation_page  # imports torch, which takes seconds
 
     notes = {}
@@ -97,13 +102,15 @@ def _write_page(path: Path, instances: dict, refs: list[dict], photos: Photos, a
         notes |= remarks.notes
         for note, records in remarks.notes.items():
             logger.warning("%s: %s (%d): %s.", remarks.source, note, len(records), list_examples(records))
-    write_annotation_page(path, instances, refs, photos.folder, notes)
-    counted = "; ".join(f"{note} ({len(records)})" for note, records in notes.items())
-    return f"Look at {path} before training" + (f": {counted}." if counted else ".")
+    write_annotation_page(path, instances, refs, image_folder.path, notes)
+    if not notes:
+        return f"Look at {path} before training."
+    counts = "; ".join(f"{note} ({len(records)})" for note, records in notes.items())
+    return f"Look at {path} before training: {counts}."
 
 
 class _Text(NamedTuple):
-    """A text about an annotation; the text is None where only the split of its photo is stated."""
+    """A text about an annotation; the text is None where only the split of its image is stated."""
 
     annotation: dict[str, Any]
     text: str | None
@@ -113,29 +120,29 @@ class _Text(NamedTuple):
 def convert(
     boxes: Sequence[Row],
     rows: Sequence[Row],
-    photos: Photos,
+    image_folder: ImageFolder,
     val: float,
     remarks: Remarks | None = None,
     *,
     skip_missing: bool = False,
 ) -> tuple[dict, list[dict]]:
-    """The contents of an instances file and of a refs file.
+    """Make the contents of an instances file and of a refs file.
 
     Args:
         boxes: see `read_boxes`; their texts are expressions too.
         rows: expressions about them.
-        val: share of the photos in the split val, drawn at random; a split of a row goes first.
+        val: share of the images in the split val, drawn at random; a split of a row goes first.
         remarks: collects what is said about `rows`.
-        skip_missing: leave out expressions about photos that are not there; by default they are an error.
+        skip_missing: leave out expressions about images that are not there; by default they are an error.
 
     Raises:
-        UserError: expressions that mean no box, which are all listed, or photos with several splits.
+        UserError: expressions that mean no box, which are all listed, or images with several splits.
     """
-    remarks = remarks or Remarks(photos.folder)
+    remarks = remarks or Remarks(image_folder.path)
     labels = sorted({box.label for box in boxes})
-    images = _make_images(sorted({box.image for box in boxes}), photos)
-    annotations: dict[tuple, dict] = {}  # by photo, category and box, which a CSV file may repeat
-    boxes_of: dict[str, dict[str, list[dict]]] = {photo: {} for photo in images}  # by photo and id in the export
+    images = _make_images(sorted({box.image for box in boxes}), image_folder)
+    annotations: dict[tuple, dict] = {}  # by image, category and box, which a CSV file may repeat
+    boxes_of: dict[str, dict[str, list[dict]]] = {name: {} for name in images}  # by image and id in the export
     texts = []
     for box in boxes:
         x, y, width, height = box.box
@@ -154,11 +161,11 @@ def convert(
             with_same_id.append(annotation)
         texts.append(_Text(annotation, box.text, box.split))
     for row in rows:
-        annotation = _find_annotation(row, boxes_of, photos, remarks, skip_missing=skip_missing)
+        annotation = _find_annotation(row, boxes_of, image_folder, remarks, skip_missing=skip_missing)
         if annotation is not None:
             texts.append(_Text(annotation, row.text, row.split))
     remarks.raise_errors()
-    if not any(text.text for text in texts):  # the only box of a category in a photo is called by it
+    if not any(text.text for text in texts):  # the only box of a category in an image is called by it
         counts = Counter((row["image_id"], row["category_id"]) for row in annotations.values())
         for annotation in annotations.values():
             if counts[annotation["image_id"], annotation["category_id"]] == 1:
@@ -169,26 +176,31 @@ def convert(
     return content, _make_refs(texts, splits)
 
 
-def _make_images(names: Sequence[str], photos: Photos) -> dict[str, dict[str, Any]]:
-    """Photo -> its record; its id is the name without suffix, unless photos differ by the suffix only."""
+def _make_images(names: Sequence[str], image_folder: ImageFolder) -> dict[str, dict[str, Any]]:
+    """Make the record of each image; its id is the name without suffix, unless images differ by the suffix only."""
     stems = Counter(name.rpartition(".")[0] for name in names)
     images = {}
     for name in names:
         stem = name.rpartition(".")[0]
-        width, height = photos.size(name)
+        width, height = image_folder.size(name)
         image_id = stem if stems[stem] == 1 else name
         images[name] = {"id": image_id, "file_name": name, "width": width, "height": height}
     return images
 
 
 def _find_annotation(
-    row: Row, boxes_of: Mapping[str, Mapping[str, list]], photos: Photos, remarks: Remarks, *, skip_missing: bool
+    row: Row,
+    boxes_of: Mapping[str, Mapping[str, list]],
+    image_folder: ImageFolder,
+    remarks: Remarks,
+    *,
+    skip_missing: bool,
 ) -> dict | None:
-    """The annotation that an expression means; None if it means none, which goes to `remarks`."""
+    """Return the annotation that an expression means; None if it means none, which goes to `remarks`."""
     if row.text is None or row.box is None:
         remarks.refuse("rows without an expression and a box", row.where)
         return None
-    candidates = photos.candidates(row.image)
+    candidates = image_folder.candidates(row.image)
     if not candidates and skip_missing:
         remarks.note("expressions about missing photos are left out", row.where)
         return None
@@ -201,7 +213,8 @@ def _find_annotation(
         return None
     boxes = boxes_of.get(candidates[0], {})
     if isinstance(row.box, tuple):
-        annotations = _overlapping(row.box, list(itertools.chain.from_iterable(boxes.values())))
+        all_annotations = list(itertools.chain.from_iterable(boxes.values()))
+        annotations = _find_overlapping(row.box, all_annotations)
     else:
         annotations = boxes.get(str(row.box), [])
     if len(annotations) == 1:
@@ -215,28 +228,36 @@ def _find_annotation(
     return None
 
 
-def _overlapping(box: tuple[float, ...], annotations: Sequence[dict]) -> list[dict]:
-    """The annotation that overlaps most with a box [x, y, width, height]; none below an IoU of `MIN_IOU`."""
+def _find_overlapping(box: tuple[float, ...], annotations: Sequence[dict]) -> list[dict]:
+    """Return the annotation that overlaps most with a box [x, y, width, height]; none below an IoU of `MIN_IOU`."""
     if not annotations:
         return []
     boxes = np.array([annotation["bbox"] for annotation in annotations])
     overlaps = mask.iou(np.array([box]), boxes, [0] * len(boxes))[0]
-    return [annotations[overlaps.argmax()]] if overlaps.max() >= MIN_IOU else []
+    if overlaps.max() < MIN_IOU:
+        return []
+    return [annotations[overlaps.argmax()]]
 
 
 def _choose_splits(texts: Sequence[_Text], val: float) -> dict[str, str]:
-    """Image id -> split: as stated, else val for a share of the images with expressions, else train."""
-    with_text = sorted({text.annotation["image_id"] for text in texts if text.text})
-    drawn = set(random.Random(0).sample(with_text, round(val * len(with_text))))
-    splits = {image_id: "val" if image_id in drawn else "train" for image_id in with_text}
-    stated: dict[str, set[str]] = {}
+    """Return the split of each image: as stated, else val for a share of the images with expressions, else train."""
+    image_ids = sorted({text.annotation["image_id"] for text in texts if text.text})
+    val_ids = random.Random(0).sample(image_ids, round(val * len(image_ids)))
+    split_of = dict.fromkeys(image_ids, "train") | dict.fromkeys(val_ids, "val")
+
+    stated_splits: dict[str, set[str]] = {}
     for text in texts:
         if text.split:
-            stated.setdefault(text.annotation["image_id"], set()).add(text.split)
-    several = [f"{image_id} ({', '.join(sorted(names))})" for image_id, names in stated.items() if len(names) > 1]
-    if several:
-        raise UserError(f"Photos have several splits ({len(several)}): {list_examples(several)}; give each one split.")
-    return splits | {image_id: names.pop() for image_id, names in stated.items()}
+            stated_splits.setdefault(text.annotation["image_id"], set()).add(text.split)
+    ambiguous = []
+    for image_id, splits in stated_splits.items():
+        if len(splits) > 1:
+            ambiguous.append(f"{image_id} ({', '.join(sorted(splits))})")
+        split_of[image_id] = min(splits)
+    if ambiguous:
+        examples = list_examples(ambiguous)
+        raise UserError(f"Photos have several splits ({len(ambiguous)}): {examples}; give each one split.")
+    return split_of
 
 
 def _make_refs(texts: Iterable[_Text], splits: Mapping[str, str]) -> list[dict]:

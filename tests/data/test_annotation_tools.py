@@ -9,27 +9,27 @@ import pytest
 from PIL import Image
 
 from detector.images import load_image
-from e2e_vl.data.annotation_tools import Photos
+from e2e_vl.data.annotation_tools import ImageFolder
 from e2e_vl.data.annotation_tools.records import split_of_path
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("name", ["a.png", "a.tiff"])
-def test_boxes_turn_as_the_photo_turns(tmp_path, name, orientation):
+def test_boxes_turn_as_the_image_turns(tmp_path, name, orientation):
     pixels = np.zeros((80, 100), dtype=np.uint8)
     pixels[20:60, 10:25] = 255
     exif = Image.Exif()
     exif[0x0112] = orientation
     Image.fromarray(pixels).save(tmp_path / name, exif=exif)
-    photo = Photos(tmp_path).read(name)
+    image = ImageFolder(tmp_path).read(name)
     upright = load_image(tmp_path / name)[:, :, 0]
-    assert photo.size == upright.shape[::-1] and photo.is_rotated == (orientation >= 5)
-    if photo.is_rotated:
-        x1, y1, x2, y2 = photo.turn_upright(np.array([[10.0, 20, 25, 60]]))[0].astype(int)
+    assert image.size == upright.shape[::-1] and image.is_rotated == (orientation >= 5)
+    if image.is_rotated:
+        x1, y1, x2, y2 = image.turn_upright(np.array([[10.0, 20, 25, 60]]))[0].astype(int)
         assert (upright[y1:y2, x1:x2] == 255).all() and upright.sum() == 255 * (x2 - x1) * (y2 - y1)
 
 
-def test_photos_are_found_by_the_names_of_tools(tmp_path):
+def test_images_are_found_by_the_names_of_tools(tmp_path):
     for name in (
         "mug.jpg",
         "train/p.JPG",
@@ -45,7 +45,7 @@ def test_photos_are_found_by_the_names_of_tools(tmp_path):
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    photos = Photos(tmp_path)
+    image_folder = ImageFolder(tmp_path)
     names = {
         "mug": "mug.jpg",
         "images\\1\\90fbb0c7-mug.jpg": "mug.jpg",
@@ -61,8 +61,10 @@ def test_photos_are_found_by_the_names_of_tools(tmp_path):
         "q.png": "q.png",
         "MUG.JPG": "mug.jpg",
     }
-    assert {name: photos.find(name) for name in names} == names
-    assert photos.candidates("p.jpg") == ["train/p.JPG", "val/p.JPG"] and photos.candidates("z") == []
+    for name, file in names.items():
+        assert image_folder.candidates(name) == [file]
+    assert image_folder.candidates("p.jpg") == ["train/p.JPG", "val/p.JPG"]
+    assert image_folder.candidates("z") == []
 
 
 @pytest.mark.parametrize(

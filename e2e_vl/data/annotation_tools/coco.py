@@ -31,7 +31,9 @@ class _Image(Record):
     @property
     def size(self) -> tuple[int, int] | None:
         """(width, height); None if the file does not state both."""
-        return (round(self.width), round(self.height)) if self.width and self.height else None
+        if not self.width or not self.height:
+            return None
+        return round(self.width), round(self.height)
 
 
 class _Annotation(Record):
@@ -57,7 +59,7 @@ class _CocoFile(Record):
 
 
 def read_coco(path: Path, source: Path, remarks: Remarks) -> Iterator[Annotation]:
-    """The boxes of a file. Categories without boxes are left out, such as the first one of Roboflow's files."""
+    """Read the boxes of a file, without categories that have no boxes, such as the first one of Roboflow's files."""
     content = read_json(path, _CocoFile)
     file_name = relative_name(path, source)
     remedy = "export again, or give new ids"
@@ -71,8 +73,8 @@ def read_coco(path: Path, source: Path, remarks: Remarks) -> Iterator[Annotation
         image = images.get(str(row.image_id))
         label = labels.get(str(row.category_id))
         if image is None or label is None:
-            missing = f"image_id {row.image_id}" if image is None else f"category_id {row.category_id}"
-            remarks.refuse("annotations whose image or category the file does not list", f"{where} ({missing})")
+            missing_id = f"image_id {row.image_id}" if image is None else f"category_id {row.category_id}"
+            remarks.refuse("annotations whose image or category the file does not list", f"{where} ({missing_id})")
             continue
         corners = _corners(row)
         if corners is None:
@@ -103,7 +105,7 @@ def read_coco(path: Path, source: Path, remarks: Remarks) -> Iterator[Annotation
 
 
 def _corners(row: _Annotation) -> FourNumbers | None:
-    """x1, y1, x2, y2 of the bbox, or of the box around the polygons where there is no bbox."""
+    """Return x1, y1, x2, y2 of the bbox, or of the box around the polygons where there is no bbox."""
     if row.bbox and len(row.bbox) == 4 and None not in row.bbox:
         x, y, width, height = row.bbox
         return x, y, x + width, y + height
@@ -117,7 +119,7 @@ def _corners(row: _Annotation) -> FourNumbers | None:
 
 
 def _expression(attributes: dict[str, Any], where: str, remarks: Remarks) -> str | None:
-    """The attribute `expression`; CVAT exports a text of digits as a number."""
+    """Return the attribute `expression`; CVAT exports a text of digits as a number."""
     value = attributes.get("expression")
     if value is None or isinstance(value, str):
         return value
@@ -128,10 +130,12 @@ def _expression(attributes: dict[str, Any], where: str, remarks: Remarks) -> str
 
 
 def _around_rotated(corners: FourNumbers, degrees: float) -> FourNumbers:
-    """The corners of the upright box around a box that is rotated about its centre, as CVAT exports it."""
+    """Return the corners of the upright box around a box that is rotated about its centre, as CVAT exports it."""
     x1, y1, x2, y2 = corners
     centre = np.array([x1 + x2, y1 + y2]) / 2
-    half_width, half_height = (x2 - x1) / 2, (y2 - y1) / 2
-    cosine, sine = abs(np.cos(np.radians(degrees))), abs(np.sin(np.radians(degrees)))
+    half_width = (x2 - x1) / 2
+    half_height = (y2 - y1) / 2
+    cosine = abs(np.cos(np.radians(degrees)))
+    sine = abs(np.sin(np.radians(degrees)))
     half_size = np.array([half_width * cosine + half_height * sine, half_width * sine + half_height * cosine])
     return enclosing_corners(np.stack([centre - half_size, centre + half_size]))

@@ -9,7 +9,7 @@ from e2e_vl.io import files_in
 
 
 def list_files(folder: Path, suffixes: Sequence[str]) -> list[Path]:
-    """The files whose names end with one of these, in subfolders too, sorted.
+    """List the files whose names end with one of the suffixes, in subfolders too, sorted.
 
     Hidden folders are left out: Jupyter keeps older copies of files in `.ipynb_checkpoints`. So is `__MACOSX`, which
     macOS adds to archives.
@@ -23,6 +23,6 @@ def list_files(folder: Path, suffixes: Sequence[str]) -> list[Path]:
 
 
 def relative_name(path: Path, source: Path) -> str:
-    """How messages name a file of an export: relative to the folder that is read."""
+    """Return the name of a file of an export in messages: relative to the folder that is read."""
     folder = source if source.is_dir() else source.parent
     return path.relative_to(folder).as_posix()

@@ -1,4 +1,4 @@
-"""LabelMe's JSON files, one per photo (also those of X-AnyLabeling)."""
+"""LabelMe's JSON files, one per image (also those of X-AnyLabeling)."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class _LabelMe(Record, rename="camel"):
 
 
 def read_labelme(path: Path, source: Path, remarks: Remarks) -> Iterator[Annotation]:
-    """The boxes around the shapes of a file; the id of a box is the number of its shape, from 1."""
+    """Read the boxes around the shapes of a file; the id of a box is the number of its shape, from 1."""
     content = read_json(path, _LabelMe)
     name = relative_name(path, source)
-    stem = name.rpartition(".")[0]  # of the photo, unless it was renamed
+    stem = name.rpartition(".")[0]  # of the image, unless it was renamed
     size = None  # a file of another tool may not state it
     if content.image_width and content.image_height:
         size = (round(content.image_width), round(content.image_height))

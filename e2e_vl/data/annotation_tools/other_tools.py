@@ -29,14 +29,16 @@ _SUFFIXES = {
 
 
 def describe_suffix(suffix: str) -> str | None:
-    """What a file with a suffix is, and what to give instead."""
+    """Say what a file with a suffix is, and what to give instead."""
     return _SUFFIXES.get(suffix.lower())
 
 
 def describe_coco(content: Any) -> str | None:
-    """What a JSON file of COCO without boxes is; None for another file."""
+    """Say what a JSON file of COCO without boxes is; None for another file."""
     annotations = content.get("annotations") if isinstance(content, dict) else None
-    rows = [row for row in annotations if isinstance(row, dict)] if isinstance(annotations, list) else []
+    if not isinstance(annotations, list):
+        return None
+    rows = [row for row in annotations if isinstance(row, dict)]
     if not rows or any("bbox" in row or "segmentation" in row for row in rows):
         return None
     first = rows[0]
@@ -50,15 +52,16 @@ def describe_coco(content: Any) -> str | None:
 
 
 def describe_json(content: Any) -> str | None:
-    """What a JSON file is, and the export to choose instead; None if it is not known."""
+    """Say what a JSON file is, and the export to choose instead; None if it is not known."""
     if isinstance(content, list):
-        first = content[0] if content and isinstance(content[0], dict) else {}
-        return _describe_list(first.keys())
+        if not content or not isinstance(content[0], dict):
+            return None
+        return _describe_list(content[0].keys())
     if not isinstance(content, dict):
         return None
     keys = content.keys()
-    regions = [value for value in content.values() if isinstance(value, dict) and "regions" in value]
-    if "_via_img_metadata" in keys or regions:
+    has_regions = any(isinstance(value, dict) and "regions" in value for value in content.values())
+    if "_via_img_metadata" in keys or has_regions:
         return VIA
     if "annotations" in keys and "data" in keys:
         return LABEL_STUDIO
@@ -76,7 +79,7 @@ def describe_json(content: Any) -> str | None:
 
 
 def _describe_list(keys: Collection[str]) -> str | None:
-    """What a list of objects with these keys is."""
+    """Say what a list of objects with these keys is."""
     if "annotator" in keys or ("data" in keys and ("annotations" in keys or "completions" in keys)):
         return LABEL_STUDIO
     if "image" in keys and "annotations" in keys:
@@ -89,7 +92,7 @@ def _describe_list(keys: Collection[str]) -> str | None:
 
 
 def describe_xml(root: ElementTree.Element) -> str | None:
-    """What an XML file is that is not Pascal VOC's; None if it is not known."""
+    """Say what an XML file is that is not Pascal VOC's; None if it is not known."""
     if root.tag == "annotations" and root.find("image") is not None:
         return CVAT
     if root.tag == "dataset":
@@ -100,9 +103,11 @@ def describe_xml(root: ElementTree.Element) -> str | None:
 
 
 def describe_folder(folder: Path) -> str | None:
-    """What the files of a folder are in which nothing can be read; None if it is not known."""
+    """Say what the files of a folder are in which nothing can be read; None if it is not known."""
     tables = list_files(folder, (".csv", ".tsv"))
     if tables:
         return f"tables; give one of them, such as {tables[0]}"
     others = list_files(folder, tuple(_SUFFIXES))
-    return f"{others[0].name}: {describe_suffix(others[0].suffix)}" if others else None
+    if others:
+        return f"{others[0].name}: {describe_suffix(others[0].suffix)}"
+    return None

@@ -12,8 +12,8 @@ from detector.io import read_json
 from e2e_vl.data.annotation_tools import other_tools
 from e2e_vl.data.annotation_tools.coco import read_coco
 from e2e_vl.data.annotation_tools.files import list_files, relative_name
+from e2e_vl.data.annotation_tools.images import ImageFolder
 from e2e_vl.data.annotation_tools.labelme import read_labelme
-from e2e_vl.data.annotation_tools.photos import Photos
 from e2e_vl.data.annotation_tools.placement import place_boxes
 from e2e_vl.data.annotation_tools.records import Annotation, Remarks, Row
 from e2e_vl.data.annotation_tools.tables import TABLES, read_table
@@ -23,39 +23,40 @@ from e2e_vl.data.annotation_tools.yolo import CLASS_FILES, YAML, ClassList, desc
 
 def read_boxes(
     source: Path,
-    photos: Photos,
+    image_folder: ImageFolder,
     remarks: Remarks | None = None,
     *,
     skip_missing: bool = False,
     ignored: Collection[Path] = (),
 ) -> list[Row]:
-    """All boxes of a table, or of a file or folder of COCO, LabelMe, Pascal VOC or YOLO, in the order of the files.
+    """Read the boxes of a table, or of a file or folder of COCO, LabelMe, Pascal VOC or YOLO, in the files' order.
 
     Args:
         remarks: collects what is said about records that were changed or left out.
-        skip_missing: leave out the annotations of photos that are not there; by default they are an error.
+        skip_missing: leave out the annotations of images that are not there; by default they are an error.
         ignored: files of the folder that are not part of the export.
 
     Raises:
         UserError: the format is not known, or some records have no meaning, which are all listed.
     """
     remarks = remarks or Remarks(source)
-    annotations = list(_read(source, photos, remarks, {path.resolve() for path in ignored}))
-    rows = place_boxes(annotations, photos, remarks, skip_missing=skip_missing)
+    ignored = {path.resolve() for path in ignored}
+    annotations = list(_read(source, image_folder, remarks, ignored))
+    rows = place_boxes(annotations, image_folder, remarks, skip_missing=skip_missing)
     remarks.raise_errors()
     if not rows:
         raise UserError(f"{source} has no boxes; choose an export with annotations.")
     return rows
 
 
-def _read(source: Path, photos: Photos, remarks: Remarks, ignored: Collection[Path]) -> Iterator[Annotation]:
+def _read(source: Path, image_folder: ImageFolder, remarks: Remarks, ignored: Collection[Path]) -> Iterator[Annotation]:
     if source.is_dir():
-        return _read_folder(source, photos, remarks, ignored)
+        return _read_folder(source, image_folder, remarks, ignored)
     if not source.is_file():
         raise MissingFileError(f"{source}: no such file or folder; check the path.")
     suffix = source.suffix.lower()
     if suffix in YAML or source.name.lower() in CLASS_FILES:  # the labels are beside or below it
-        return _read_yolo(source.parent, find_class_lists(source.parent), photos, remarks)
+        return _read_yolo(source.parent, find_class_lists(source.parent), image_folder, remarks)
     if suffix in TABLES:
         return read_table(source, remarks)
     if suffix not in (".json", ".xml"):
@@ -77,7 +78,9 @@ class _Recognised(NamedTuple):
 
 
 def _recognise(path: Path) -> _Recognised:
-    return _recognise_json(path) if path.suffix.lower() == ".json" else _recognise_xml(path)
+    if path.suffix.lower() == ".json":
+        return _recognise_json(path)
+    return _recognise_xml(path)
 
 
 def _recognise_json(path: Path) -> _Recognised:
@@ -102,8 +105,10 @@ def _recognise_xml(path: Path) -> _Recognised:
     return _Recognised("Pascal VOC", lambda path, source, remarks: read_voc(path, root, source, remarks))
 
 
-def _read_folder(folder: Path, photos: Photos, remarks: Remarks, ignored: Collection[Path]) -> Iterator[Annotation]:
-    """The boxes of the first format in COCO, LabelMe, Pascal VOC, YOLO that a folder has; the others are noted."""
+def _read_folder(
+    folder: Path, image_folder: ImageFolder, remarks: Remarks, ignored: Collection[Path]
+) -> Iterator[Annotation]:
+    """Read the boxes of the first format in COCO, LabelMe, Pascal VOC, YOLO that a folder has; note the others."""
     by_format: dict[str, list[tuple[Path, _Recognised]]] = {"COCO": [], "LabelMe": [], "Pascal VOC": []}
     descriptions: dict[str, str] = {}
     for path in list_files(folder, (".json", ".xml")):
@@ -117,11 +122,12 @@ def _read_folder(folder: Path, photos: Photos, remarks: Remarks, ignored: Collec
     for name, files in by_format.items():
         if not files:
             continue
-        for other, other_files in by_format.items():
-            if other == name:
+        for other_format, other_files in by_format.items():
+            if other_format == name:
                 continue
             for path, _ in other_files:
-                remarks.note(f"files of {other} beside those of {name} are not read", relative_name(path, folder))
+                problem = f"files of {other_format} beside those of {name} are not read"
+                remarks.note(problem, relative_name(path, folder))
         for path in list_files(folder, CLASS_FILES):
             remarks.note(f"labels of YOLO beside the files of {name} are not read", relative_name(path, folder))
         for other_name in descriptions:
@@ -129,7 +135,7 @@ def _read_folder(folder: Path, photos: Photos, remarks: Remarks, ignored: Collec
         return _read_files(files, folder, remarks)
     class_lists = find_class_lists(folder)
     if class_lists and not descriptions:
-        return _read_yolo(folder, class_lists, photos, remarks)
+        return _read_yolo(folder, class_lists, image_folder, remarks)
     for name, description in descriptions.items():
         raise UserError(f"{folder / name} is {description}.")
     contents = describe_labels(folder) or other_tools.describe_folder(folder)
@@ -141,8 +147,10 @@ def _read_folder(folder: Path, photos: Photos, remarks: Remarks, ignored: Collec
     )
 
 
-def _read_yolo(folder: Path, class_lists: list[ClassList], photos: Photos, remarks: Remarks) -> Iterator[Annotation]:
-    return read_yolo(folder, class_lists, remarks, lambda name: bool(photos.candidates(name)))
+def _read_yolo(
+    folder: Path, class_lists: list[ClassList], image_folder: ImageFolder, remarks: Remarks
+) -> Iterator[Annotation]:
+    return read_yolo(folder, class_lists, remarks, lambda name: bool(image_folder.candidates(name)))
 
 
 def _read_files(files: Iterable[tuple[Path, _Recognised]], folder: Path, remarks: Remarks) -> Iterator[Annotation]:

@@ -20,7 +20,7 @@ _SPLIT_AT_END = re.compile(r"(?:.*[_-])?(train|training|val|valid|validation|tes
 class Row(Record):
     """A box, an expression about a box, or both."""
 
-    image: Name  # of `read_boxes`: the photo, relative to the folder of photos
+    image: Name  # of `read_boxes`: the image, relative to the folder of images
     label: str = ""
     # [x, y, width, height], pixels, after the EXIF rotation; or the id of a box. Not `Id`, whose integers are limited:
     # msgspec 0.22 crashes where they may stand in the place of a tuple.
@@ -70,50 +70,59 @@ class Remarks:
 
     def raise_errors(self) -> None:
         """Raise one UserError with a sentence per kind of problem, unless there are no problems."""
-        sentences = [
-            f"{self.source} has {problem} ({len(records)}): {list_examples(records)}. {remedy[0].upper()}{remedy[1:]}."
-            for (problem, remedy), records in self.errors.items()
-        ]
+        sentences = []
+        for (problem, remedy), records in self.errors.items():
+            advice = f"{remedy[0].upper()}{remedy[1:]}."
+            sentences.append(f"{self.source} has {problem} ({len(records)}): {list_examples(records)}. {advice}")
         if sentences:
             raise UserError("\n".join(sentences))
 
 
 def list_examples(records: list[str]) -> str:
-    """The first records, and the number of the others."""
+    """Join the first records and the number of the others to a text."""
+    examples = "; ".join(records[:MOST_EXAMPLES])
     hidden = len(records) - MOST_EXAMPLES
-    return "; ".join(records[:MOST_EXAMPLES]) + (f" and {hidden} more" if hidden > 0 else "")
+    if hidden > 0:
+        return f"{examples} and {hidden} more"
+    return examples
 
 
 def enclosing_corners(points: np.ndarray) -> FourNumbers:
-    """The corners of the upright box around points [P, 2]."""
+    """Return the corners of the upright box around points [P, 2]."""
     x1, y1 = points.min(axis=0).tolist()
     x2, y2 = points.max(axis=0).tolist()
     return x1, y1, x2, y2
 
 
 def split_name(word: str) -> str:
-    """The split that a column names: "Valid" and "validation" are val; other names stay as they are."""
+    """Return the split that a column names: "Valid" and "validation" are val; other names stay as they are."""
     word = word.strip()
     name = SPLITS.get(word.casefold(), word.casefold())
     return name if name in ("train", "val", "test") else word
 
 
 def split_of_path(path: str) -> str:
-    """The split that the folders or the end of a file's name state, as in `labels/val/a.txt`; "" if not exactly one."""
-    return _one_split([*PureWindowsPath(path).parts[:-1], PureWindowsPath(path).stem])
+    """Return the split that a file's folders or the end of its name state, as in `labels/val/a.txt`; "" if unclear."""
+    return _only_split([*PureWindowsPath(path).parts[:-1], PureWindowsPath(path).stem])
 
 
 def split_of_folders(path: str) -> str:
-    """Like `split_of_path`, of the folders only."""
-    return _one_split(PureWindowsPath(path).parts[:-1])
+    """Return the split that the folders of a file state, as `split_of_path` does."""
+    return _only_split(PureWindowsPath(path).parts[:-1])
 
 
-def _one_split(names: Sequence[str]) -> str:
-    matches = [match for match in (_SPLIT_AT_END.fullmatch(name.casefold()) for name in names) if match]
-    splits = {split_name(match[1]) for match in matches}
-    return splits.pop() if len(splits) == 1 else ""
+def _only_split(names: Sequence[str]) -> str:
+    """Return the split that names of folders and files state; "" if they state none or several."""
+    splits = set()
+    for name in names:
+        match = _SPLIT_AT_END.fullmatch(name.casefold())
+        if match:
+            splits.add(split_name(match[1]))
+    if len(splits) != 1:
+        return ""
+    return splits.pop()
 
 
 def beside(file: str, image: str) -> str:
-    """The name of a photo that a file names, with the file's folders, which tell photos of equal names apart."""
+    """Put the file's folders before the image name that it states; they tell images of equal names apart."""
     return f"{PurePosixPath(file).parent}/{image}"

@@ -62,7 +62,9 @@ class _Line(NamedTuple):
 
 
 def read_rows(path: Path, remarks: Remarks | None = None) -> list[Row]:
-    """The rows of a table or of a JSON file; a box in a table is x, y, width, height or xmin, ymin, xmax, ymax.
+    """Read the rows of a table or of a JSON file.
+
+    A box in a table is x, y, width, height or xmin, ymin, xmax, ymax.
 
     Args:
         remarks: collects rows that cannot be read; by default they raise a UserError.
@@ -85,26 +87,25 @@ def read_rows(path: Path, remarks: Remarks | None = None) -> list[Row]:
         if corners is not None:
             x1, y1, x2, y2 = corners
             box = (x1, y1, x2 - x1, y2 - y1)
-        rows.append(
-            Row(
-                image=line.cells.get("image", ""),
-                label=line.cells.get("label", ""),
-                box=box,
-                text=line.cells.get("text"),
-                split=line.split,
-                is_crowd=line.is_crowd,
-                where=line.where,
-            )
+        row = Row(
+            image=line.cells.get("image", ""),
+            label=line.cells.get("label", ""),
+            box=box,
+            text=line.cells.get("text"),
+            split=line.split,
+            is_crowd=line.is_crowd,
+            where=line.where,
         )
-        if not rows[-1].image:
+        if not row.image:
             collected.refuse("rows without an image", line.where)
+        rows.append(row)
     if remarks is None:
         collected.raise_errors()
     return rows
 
 
 def read_table(path: Path, remarks: Remarks) -> Iterator[Annotation]:
-    """The boxes of a table; the id of a box is the number of its row, from 1."""
+    """Read the boxes of a table; the id of a box is the number of its row, from 1."""
     for number, line in enumerate(_read_lines(path, remarks, need_boxes=True), start=1):
         try:
             corners = _corners(line.cells)
@@ -136,7 +137,7 @@ def read_table(path: Path, remarks: Remarks) -> Iterator[Annotation]:
 
 
 def _read_lines(path: Path, remarks: Remarks, *, need_boxes: bool) -> Iterator[_Line]:
-    """The rows below the first one, which names the columns; blank rows are left out."""
+    """Read the rows below the first one, which names the columns; blank rows are left out."""
     text = read_text(path)
     first, _, rest = text.partition("\n")
     line_number = 1
@@ -176,7 +177,7 @@ def _read_lines(path: Path, remarks: Remarks, *, need_boxes: bool) -> Iterator[_
 
 
 def _find_separator(first_line: str) -> str:
-    """The separator that gives the first line most columns with known names.
+    """Return the separator that gives the first line most columns with known names.
 
     csv.Sniffer guesses from the letters of all lines, so that texts mislead it.
     """
@@ -192,7 +193,7 @@ def _column_name(cell: str) -> str:
 
 
 def _find_columns(cells: list[str], path: Path) -> list[str]:
-    """The column of each cell of the first line; "" = not one of ours.
+    """Return the column of each cell of the first line; "" stands for a column that is not known.
 
     Where several names mean the same column, the first one in `NAMES` is taken: `image` before `path`.
     """
@@ -200,9 +201,10 @@ def _find_columns(cells: list[str], path: Path) -> list[str]:
     columns = [_COLUMN_OF.get(name, "") for name in names]
     for column in set(columns) - {""}:
         positions = [position for position, other in enumerate(columns) if other == column]
-        order = NAMES[column].split()
-        positions.sort(key=lambda position: order.index(names[position]))
-        if len({names[position] for position in positions}) < len(positions):
+        preference = NAMES[column].split()
+        positions.sort(key=lambda position: preference.index(names[position]))
+        distinct_names = {names[position] for position in positions}
+        if len(distinct_names) < len(positions):
             raise UserError(f"{path}: its first line names the column {names[positions[0]]} twice; rename one of them.")
         for position in positions[1:]:
             columns[position] = ""
@@ -212,19 +214,21 @@ def _find_columns(cells: list[str], path: Path) -> list[str]:
 
 
 def _name_cells(header: list[str], cells: list[str], *, has_decimal_comma: bool) -> dict[str, str]:
-    named = {}
+    """Return the values of a row by column, without empty cells and cells of unknown columns."""
+    values = {}
     for column, cell in zip(header, cells, strict=False):  # a short row ends with empty cells
         value = cell.strip()
         if not column or value.casefold() in _MISSING:
             continue
-        if has_decimal_comma and column not in ("image", "label", "text") and _DECIMAL_COMMA.fullmatch(value):
+        is_number = column not in ("image", "label", "text")
+        if is_number and has_decimal_comma and _DECIMAL_COMMA.fullmatch(value):
             value = value.replace(",", ".")
-        named[column] = value
-    return named
+        values[column] = value
+    return values
 
 
 def _corners(cells: Mapping[str, str]) -> FourNumbers | None:
-    """x1, y1, x2, y2; None without a box. `left, top, width, height` are a box too.
+    """Return x1, y1, x2, y2; None without a box. `left, top, width, height` are a box too.
 
     Raises:
         ValueError: a cell is not a number, or only a part of the box is there.
@@ -239,7 +243,7 @@ def _corners(cells: Mapping[str, str]) -> FourNumbers | None:
 
 
 def _image_size(cells: Mapping[str, str], corners: FourNumbers | None) -> tuple[int, int] | None:
-    """(width, height) of the image: its own columns, or width and height beside corners.
+    """Return (width, height) of the image, from columns for it or from width and height beside corners.
 
     The latter may also be those of the box; then the row states no size of its image.
     """
@@ -255,6 +259,11 @@ def _image_size(cells: Mapping[str, str], corners: FourNumbers | None) -> tuple[
 
 
 def _number(cells: Mapping[str, str], column: str) -> float:
+    """Return the finite number in a cell.
+
+    Raises:
+        ValueError: the cell is empty or not a finite number.
+    """
     value = float(cells.get(column, "nan"))
     if not math.isfinite(value):
         raise ValueError(f"{column} is {cells.get(column, 'missing')}")
@@ -262,5 +271,7 @@ def _number(cells: Mapping[str, str], column: str) -> float:
 
 
 def _plain_id(value: str | None) -> str | None:
-    """An id as a spreadsheet may write it: 12.0 is 12."""
-    return value.removesuffix(".0") if value is not None and re.fullmatch(r"\d+\.0", value) else value
+    """Return an id without what a spreadsheet may add to it: 12.0 is 12."""
+    if value is not None and re.fullmatch(r"\d+\.0", value):
+        return value.removesuffix(".0")
+    return value

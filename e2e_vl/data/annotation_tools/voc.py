@@ -1,4 +1,4 @@
-"""Pascal VOC's XML files, one per photo (LabelImg's default, Roboflow, CVAT, Label Studio).
+"""Pascal VOC's XML files, one per image (LabelImg's default, Roboflow, CVAT, Label Studio).
 
 The files of Pascal VOC itself count pixels from 1, and both corners lie in the box: xmin = 1 and xmax = width cover the
 image, which is 0 to width here. Tools write the corners as they were drawn (LabelImg truncates them to integers), so
@@ -18,7 +18,7 @@ from e2e_vl.io import FourNumbers
 
 
 def read_voc(path: Path, root: ElementTree.Element, source: Path, remarks: Remarks) -> Iterator[Annotation]:
-    """The boxes of a file; the id of a box is the number of its object, from 1.
+    """Read the boxes of a file; the id of a box is the number of its object, from 1.
 
     Args:
         root: of the XML; ElementTree reads no other files, and expat limits what entities may expand to.
@@ -47,18 +47,21 @@ def read_voc(path: Path, root: ElementTree.Element, source: Path, remarks: Remar
             id=number,
             states_corners=True,
             image_size=size,
-            other_name=stem,  # LabelImg keeps the old file name of a renamed photo
+            other_name=stem,  # LabelImg keeps the old file name of a renamed image
             folder_split=split_of_path(name),
         )
 
 
 def _read_size(root: ElementTree.Element) -> tuple[int, int] | None:
-    """(width, height); None where the file has none, or 0 0, as some tools write."""
+    """Return (width, height); None where the file has none, or 0 0, as some tools write."""
     try:
-        width, height = (int(float(root.findtext(f"size/{side}", ""))) for side in ("width", "height"))
+        width = int(float(root.findtext("size/width", "")))
+        height = int(float(root.findtext("size/height", "")))
     except ValueError:
         return None
-    return (width, height) if width > 0 and height > 0 else None
+    if width <= 0 or height <= 0:
+        return None
+    return width, height
 
 
 def _read_corners(element: ElementTree.Element) -> FourNumbers | None:
@@ -66,4 +69,6 @@ def _read_corners(element: ElementTree.Element) -> FourNumbers | None:
         x1, y1, x2, y2 = (float(element.findtext(f"bndbox/{side}", "")) for side in ("xmin", "ymin", "xmax", "ymax"))
     except ValueError:
         return None
-    return (x1, y1, x2, y2) if math.isfinite(x1 + y1 + x2 + y2) else None
+    if not math.isfinite(x1 + y1 + x2 + y2):
+        return None
+    return x1, y1, x2, y2

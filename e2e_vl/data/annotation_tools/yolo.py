@@ -18,7 +18,7 @@ import numpy as np
 from detector.errors import UserError, reading
 from detector.io import read_yaml
 from e2e_vl.data.annotation_tools.files import list_files, relative_name
-from e2e_vl.data.annotation_tools.photos import PHOTOS
+from e2e_vl.data.annotation_tools.images import READABLE_SUFFIXES
 from e2e_vl.data.annotation_tools.records import Annotation, Remarks, enclosing_corners, split_of_path
 from e2e_vl.io import FourNumbers, Record, read_text
 
@@ -51,7 +51,9 @@ class ClassList:
         if path.suffix.lower() in YAML:
             with reading(path, msgspec.ValidationError):
                 content = msgspec.convert(read_yaml(path), _DataFile, strict=False)
-            names = content.names if isinstance(content.names, dict) else dict(enumerate(content.names))
+            names = content.names
+            if isinstance(names, list):
+                names = dict(enumerate(names))
             if content.kpt_shape is not None:
                 self.keypoint_numbers = math.prod(content.kpt_shape)
         else:
@@ -68,7 +70,7 @@ class ClassList:
 
 
 def find_class_lists(folder: Path) -> list[ClassList]:
-    """The lists of class names in a folder and its subfolders; YAML files without `names` are something else."""
+    """Read the lists of class names in a folder and its subfolders; YAML files without `names` are something else."""
     paths = [path for path in list_files(folder, (".txt", ".names", ".labels")) if path.name.lower() in CLASS_FILES]
     for path in list_files(folder, YAML):
         content = read_yaml(path)
@@ -78,7 +80,7 @@ def find_class_lists(folder: Path) -> list[ClassList]:
 
 
 def describe_labels(folder: Path) -> str | None:
-    """What the text files of a folder without class names are; None if they have no boxes."""
+    """Say what the text files of a folder without class names are; None if they have no boxes."""
     for path in list_files(folder, (".txt",)):
         lines = [line.split() for line in read_text(path).splitlines()]
         if any(map(_is_of_dota, lines)):
@@ -89,12 +91,12 @@ def describe_labels(folder: Path) -> str | None:
 
 
 def read_yolo(
-    folder: Path, class_lists: list[ClassList], remarks: Remarks, has_photo: Callable[[str], bool]
+    folder: Path, class_lists: list[ClassList], remarks: Remarks, has_image: Callable[[str], bool]
 ) -> Iterator[Annotation]:
-    """The boxes of all label files below a folder; the id of a box is the number of its line, from 1.
+    """Read the boxes of all label files below a folder; the id of a box is the number of its line, from 1.
 
     Args:
-        has_photo: whether a photo has a name; then the text file of this name has labels, whatever its lines are.
+        has_image: whether an image has a name; then the text file of this name has labels, whatever its lines are.
     """
     list_paths = {class_list.path for class_list in class_lists}
     for path in list_files(folder, (".txt",)):
@@ -103,8 +105,10 @@ def read_yolo(
         lines = [line.split() for line in read_text(path).splitlines()]
         name = relative_name(path, folder)
         image = name.removesuffix(path.suffix)
-        if not has_photo(image) and not any(map(_looks_like_a_label, lines)):
-            if any(lines) and not all(_names_a_photo(line) for line in lines if line):  # train.txt lists photos
+        if not has_image(image) and not any(map(_looks_like_a_label, lines)):
+            is_blank = not any(lines)
+            lists_images = all(_names_an_image(line) for line in lines if line)  # train.txt does
+            if not is_blank and not lists_images:
                 remarks.note("text files without boxes are not read", name)
             continue
         classes = _classes_of(path, class_lists)
@@ -131,8 +135,8 @@ def _is_of_dota(words: list[str]) -> bool:
     return len(words) in (9, 10) and all(map(_is_number, words[:8])) and not _is_number(words[8])
 
 
-def _names_a_photo(words: list[str]) -> bool:
-    return " ".join(words).lower().endswith(PHOTOS)
+def _names_an_image(words: list[str]) -> bool:
+    return " ".join(words).lower().endswith(READABLE_SUFFIXES)
 
 
 def _is_number(word: str) -> bool:
@@ -144,20 +148,19 @@ def _is_number(word: str) -> bool:
 
 
 def _classes_of(path: Path, class_lists: list[ClassList]) -> ClassList:
-    """The class names for a label file: those of its own or a higher folder, else those of the whole export."""
+    """Return the class names for a label file: those of its folder or a higher one, else those of the whole export."""
     above = [class_list for class_list in class_lists if class_list.path.parent in path.parents]
     matching = above or class_lists
+    first = matching[0]
     for other in matching[1:]:
-        if other.names != matching[0].names:
-            raise UserError(
-                f"{matching[0].path} and {other.path} name the classes differently; keep the list that is right."
-            )
+        if other.names != first.names:
+            raise UserError(f"{first.path} and {other.path} name the classes differently; keep the list that is right.")
     with_keypoints = [class_list for class_list in matching if class_list.keypoint_numbers is not None]
     return (with_keypoints or matching)[0]
 
 
 def _read_line(words: list[str], classes: ClassList) -> tuple[str, FourNumbers]:
-    """The label and the corners of a line, in shares.
+    """Return the label and the corners of a line, in shares.
 
     Raises:
         LabelError: the line is not a box or a polygon of a known class.
@@ -182,13 +185,14 @@ def _read_line(words: list[str], classes: ClassList) -> tuple[str, FourNumbers]:
 
 
 def _points(values: np.ndarray, keypoint_numbers: int | None) -> np.ndarray | None:
-    """The corners [P, 2] of a line without its class; None if their number fits no kind of line."""
+    """Return the corners [P, 2] of a line without its class; None if their number fits no kind of line."""
     count = len(values)
     box_counts = {4, 5}  # the fifth is the score of a prediction
     if keypoint_numbers is not None:
         box_counts |= {4 + keypoint_numbers, 5 + keypoint_numbers}
     if count in box_counts:
-        centre, size = values[:2], values[2:4]
+        centre = values[:2]
+        size = values[2:4]
         if (size <= 0).any():
             details = f" (width {size[0]:g}, height {size[1]:g})"
             raise LabelError("boxes without area", details, "correct or remove them")
@@ -204,6 +208,7 @@ def _points(values: np.ndarray, keypoint_numbers: int | None) -> np.ndarray | No
 
 def _require_shares(values: np.ndarray) -> None:
     if values.min() < -_MARGIN or values.max() > 1 + _MARGIN:
-        details = f" ({' '.join(f'{value:g}' for value in values[:4])})"
+        numbers = " ".join(f"{value:g}" for value in values[:4])
+        details = f" ({numbers})"
         remedy = "divide pixels by the width and height of the image"
         raise LabelError("coordinates outside 0 .. 1, where shares of the image's sides are meant", details, remedy)
