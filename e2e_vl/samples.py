@@ -94,8 +94,8 @@ class SampleImage:
     candidates: tuple[int, ...] | None = None  # rows of `objects` that are candidate boxes; None: all of them
     boxes: CandidateBoxes | None = None  # candidates of the sample itself, which replace those of every other source
     boxes_to_mask: np.ndarray | None = None  # float64 [Q, 4], mask exactly these; None: drawn at random
-    # (whose id, id) of the photo, as `VLDataset.id_space` has them, where an image's own data set says it
-    photo_aliases: tuple[tuple[str, str], ...] = ()
+    # (whose id, id) of the image, as `VLDataset.id_namespace` has them, where an image's own data set says it
+    image_aliases: tuple[tuple[str, str], ...] = ()
     part: int = 0  # index of the joined split that the image belongs to, see `VLDataset.parts`
 
     @property

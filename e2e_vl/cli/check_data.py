@@ -22,9 +22,9 @@ import dataclasses
 import itertools
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -35,7 +35,7 @@ from e2e_vl.cli.main import make_parser, parse_with_settings, print_errors
 from e2e_vl.config import BoxSource, RunConfig, load_config
 from e2e_vl.data.base import VLDataset
 from e2e_vl.data.box_checks import reach_outside
-from e2e_vl.data.overlap import PhotoId, PhotoIds, count_photos, read_visual_genome
+from e2e_vl.data.overlap import GlobalImageId, ImageIdLookup, count_distinct_images, read_visual_genome
 from e2e_vl.parts import ENCODERS, TASKS
 from e2e_vl.samples import (
     AnnotatedObjects,
@@ -81,17 +81,20 @@ class SplitReport:
     shared: list[str] = dataclasses.field(default_factory=list)  # sentences about photos shared with other data
 
     def lines(self, examples: int) -> list[str]:
+        """Return the lines that the command prints, with the first `examples` problems."""
         lines = [
             f"{self.split}: {self.images:,} images of {self.photos:,} photos, {self.missing_images:,} files missing, "
             f"{self.unreadable_images:,} unreadable; {self.boxes:,} boxes, {self.boxes_outside:,} of them reach "
             "outside their image",
             f"  {self.texts:,} texts; {self.too_long:,} are too long, {self.texts_without_known_answer:,} have no "
             "answer in the vocabulary",
-            *(f"SHARED: {sentence}" for sentence in self.shared),
-            *(f"PROBLEM: {sentence}" for sentence in self.problems[:examples]),
         ]
-        more = len(self.problems) - examples
-        return [*lines, f"  ... and {more:,} more problems"] if more > 0 else lines
+        lines += [f"SHARED: {sentence}" for sentence in self.shared]
+        lines += [f"PROBLEM: {sentence}" for sentence in self.problems[:examples]]
+        hidden = len(self.problems) - examples
+        if hidden > 0:
+            lines.append(f"  ... and {hidden:,} more problems")
+        return lines
 
 
 @print_errors
@@ -113,10 +116,13 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     args = parse_with_settings(parser, argv)
     config = load_config(args.config, [*args.overrides, "output=unused"])
     others = {str(path): load_config(path, ["output=unused"]) for path in args.others}
-    photo_ids = PhotoIds(None if args.visual_genome is None else read_visual_genome(args.visual_genome))
-    listed = (photo_ids.of_list(path, args.detector_ids) for path in args.detector_images)
-    detector_photos = {photo for photos in itertools.chain.from_iterable(listed) for photo in photos}
-    reports = check_data(config, others, photo_ids, detector_photos, args.images)
+    genome = None if args.visual_genome is None else read_visual_genome(args.visual_genome)
+    id_lookup = ImageIdLookup(genome)
+    detector_ids: set[GlobalImageId] = set()
+    for path in args.detector_images:
+        for ids in id_lookup.of_list(path, args.detector_ids):
+            detector_ids.update(ids)
+    reports = check_data(config, others, id_lookup, detector_ids, args.images)
     for report in reports:
         print("\n".join(report.lines(args.examples)))
     has_problems = any(report.problems for report in reports)
@@ -130,39 +136,39 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
 def check_data(
     config: RunConfig,
     others: dict[str, RunConfig],
-    photo_ids: PhotoIds,
-    detector_photos: set[PhotoId],
+    id_lookup: ImageIdLookup,
+    detector_ids: set[GlobalImageId],
     max_images: int | None = None,
 ) -> list[SplitReport]:
     """Read all splits that a run trains on and evaluates.
 
     Args:
         others: configs of other runs, by name; the evaluation splits are compared with their training splits.
+        detector_ids: of the detector's training images.
         max_images: read this many evenly spaced images of each split; None: all.
     """
-    train, evaluated = config.data.train_split, config.data.eval_splits
-    sources = {train: [BoxSource(config.data.boxes.train)]}
-    for split in evaluated:
-        sources[split] = list(dict.fromkeys([*sources.get(split, []), *map(BoxSource, config.eval.boxes)]))
+    train_split = config.data.train_split
+    box_sources = {train_split: [BoxSource(config.data.boxes.train)]}
+    for split in config.data.eval_splits:
+        sources = [*box_sources.get(split, []), *map(BoxSource, config.eval.boxes)]
+        box_sources[split] = list(dict.fromkeys(sources))
     parts = RunParts.build(config)
-    read = {split: SplitReader(config, split, boxes, photo_ids, max_images, parts) for split, boxes in sources.items()}
-    places = {"the detector's training images": detector_photos}
+    readers: dict[str, SplitReader] = {}
+    for split, sources in box_sources.items():
+        readers[split] = SplitReader(config, split, sources, id_lookup, max_images, parts)
+
+    trained_ids = {"the detector's training images": detector_ids}
     for name, other in others.items():
         split = other.data.train_split
-        without_model = RunParts(other, model=None, tokenizer=None)  # only its photos are compared
-        reader = SplitReader(other, split, [BoxSource(other.data.boxes.train)], photo_ids, max_images, without_model)
-        places[f"the training split {split} of {name}"] = reader.photo_ids
-    for split in evaluated:
-        report, photos = read[split].report, read[split].photos
-        seen = places if split == train else {f"the training split {train}": read[train].photo_ids} | places
-        for place, ids in seen.items():
-            common = {key: photo for key, photo in photos.items() if not ids.isdisjoint(photo)}
-            if common:
-                report.shared.append(
-                    f"{count_photos(common.values()):,} of {report.photos:,} photos of {split} are in {place} "
-                    f"(such as {', '.join(key.id for key in [*common][:3])})"
-                )
-    return [reader.report for reader in read.values()]
+        sources = [BoxSource(other.data.boxes.train)]
+        without_model = RunParts(other, model=None, tokenizer=None)  # only its images are compared
+        reader = SplitReader(other, split, sources, id_lookup, max_images, without_model)
+        trained_ids[f"the training split {split} of {name}"] = reader.all_global_ids()
+    train_ids = {f"the training split {train_split}": readers[train_split].all_global_ids()}
+    for split in config.data.eval_splits:
+        compared = trained_ids if split == train_split else train_ids | trained_ids
+        readers[split].report_shared_images(compared)
+    return [reader.report for reader in readers.values()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,21 +214,22 @@ class SplitReader:
         self,
         config: RunConfig,
         split: str,
-        boxes: Sequence[BoxSource],
-        all_ids: PhotoIds,
+        sources: Sequence[BoxSource],
+        id_lookup: ImageIdLookup,
         max_images: int | None,
         parts: RunParts | None = None,
     ) -> None:
         from e2e_vl.run.build import open_split  # late: imports torch and transformers
 
-        parts = RunParts.build(config) if parts is None else parts
+        if parts is None:
+            parts = RunParts.build(config)
         self.config = parts.config
         self.model = parts.model
         self.tokenizer = parts.tokenizer
-        self.all_ids = all_ids
+        self.id_lookup = id_lookup
         self.is_training = split == config.data.train_split
         self.report = SplitReport(split)
-        self.photos: dict[ImageKey, tuple[PhotoId, ...]] = {}  # of each image
+        self.global_ids: dict[ImageKey, tuple[GlobalImageId, ...]] = {}  # of each image
         self.sizes: dict[ImageKey, tuple[int, int] | None] = {}  # (height, width) of each image's file; None: unknown
         self.task = TASKS[config.task.name].cls
         chooses_answers = self.task.chooses_answers and self.model is not None
@@ -232,10 +239,10 @@ class SplitReader:
         self.text_limit: int | None = None  # wordpieces, with special tokens; None: no limit
         self._listed: set[str] = set()  # the problems of the report
         try:
-            main = next((source for source in boxes if source.reads_annotations), boxes[0])
-            dataset = open_split(self.config, split, main, training=self.is_training)
+            main_source = next((source for source in sources if source.reads_annotations), sources[0])
+            dataset = open_split(self.config, split, main_source, training=self.is_training)
             if self.model is not None:
-                self._open_boxes(dataset, boxes)
+                self._open_boxes(dataset, sources)
             if self.examples is not None:
                 self._check_dataset(dataset)
             self._read(dataset, max_images)
@@ -245,11 +252,27 @@ class SplitReader:
             for problem in parts.problems:
                 if not any(problem in listed for listed in self.report.problems):
                     self._add_problem(problem)
-        self.report.images, self.report.photos = len(self.photos), count_photos(self.photos.values())
+        self.report.images = len(self.global_ids)
+        self.report.photos = count_distinct_images(self.global_ids.values())
 
-    @property
-    def photo_ids(self) -> set[PhotoId]:
-        return set(itertools.chain.from_iterable(self.photos.values()))
+    def all_global_ids(self) -> set[GlobalImageId]:
+        """Return the global ids of all images that were read."""
+        return set(itertools.chain.from_iterable(self.global_ids.values()))
+
+    def report_shared_images(self, trained_ids: Mapping[str, set[GlobalImageId]]) -> None:
+        """Add a sentence to the report for every training set that has images of this split.
+
+        Args:
+            trained_ids: the global ids of the images of each training set, by what the sentence calls it.
+        """
+        for training_set, ids in trained_ids.items():
+            shared = {key: own_ids for key, own_ids in self.global_ids.items() if not ids.isdisjoint(own_ids)}
+            if shared:
+                examples = ", ".join(key.id for key in list(shared)[:3])
+                self.report.shared.append(
+                    f"{count_distinct_images(shared.values()):,} of {self.report.photos:,} photos of "
+                    f"{self.report.split} are in {training_set} (such as {examples})"
+                )
 
     def _add_problem(self, problem: str) -> None:
         """Add a problem that several texts or sources of boxes may have, once."""
@@ -274,14 +297,14 @@ class SplitReader:
         except (ValueError, OSError) as error:
             self._add_problem(f"{self.report.split}: {error}")
 
-    def _open_boxes(self, dataset: VLDataset, boxes: Sequence[BoxSource]) -> None:
+    def _open_boxes(self, dataset: VLDataset, sources: Sequence[BoxSource]) -> None:
         """Open the files of boxes, and prepare the encoding of texts."""
         from e2e_vl.data.image_loader import ImageLoader
         from e2e_vl.run.build import build_loader, make_examples
 
         config = self.config
         split = self.report.split
-        for source in boxes:
+        for source in sources:
             try:
                 loader = build_loader(config, self.model, dataset, source, training=self.is_training)
                 loader.require_images(dataset.image_keys(), split)
@@ -300,19 +323,20 @@ class SplitReader:
             self.text_limit = min((limit for limit in limits if limit is not None), default=None)
 
     def _read(self, dataset: VLDataset, max_images: int | None) -> None:
+        """Read the images and texts of evenly spaced groups; the first text of each group has the same images."""
         self.report.texts = len(dataset)
-        number = len(dataset.groups)
-        steps = number if max_images is None else min(max_images, number)
+        num_groups = len(dataset.groups)
+        steps = num_groups if max_images is None else min(max_images, num_groups)
         stride = math.ceil(steps / MAX_WHOLE_SAMPLES)
         for step in range(steps):
-            texts = dataset.groups[step * number // steps]
+            texts = dataset.groups[step * num_groups // steps]
             try:
                 sample = dataset.sample(texts) if len(texts) else Sample((), ())
             except (ValueError, OSError) as error:
                 self._add_problem(str(error))
                 continue
             for image in sample.images:
-                if image.key not in self.photos:
+                if image.key not in self.global_ids:
                     self._read_image(image, dataset)
             is_whole = step % stride == 0
             images = self._load(sample, with_features=is_whole)
@@ -322,22 +346,27 @@ class SplitReader:
                     self._encode(dataclasses.replace(sample, texts=(text,)), images)
 
     def _read_image(self, image: SampleImage, dataset: VLDataset) -> None:
-        report, data, file = self.report, self.config.data, image.file if isinstance(image.file, Path) else None
-        if data.synthetic.scenes:  # drawn scenes are named like COCO images, but are not photos
-            self.photos[image.key] = self.all_ids.in_space(f"drawn in {data.root}", image.id)
+        """Read the ids of an image, the size of its file, and its annotated boxes."""
+        data = self.config.data
+        file = image.file if isinstance(image.file, Path) else None
+        if data.synthetic.scenes:  # drawn scenes are named like COCO images, but are other images
+            ids = self.id_lookup.in_namespace(f"drawn in {data.root}", image.id)
         else:
-            aliases = image.photo_aliases
-            self.photos[image.key] = self.all_ids.of_image(image.id, file, dataset.id_space, aliases)
+            ids = self.id_lookup.of_image(image.id, file, dataset.id_namespace, image.image_aliases)
+        self.global_ids[image.key] = ids
         if file is not None and self.config.detector.backend != "precomputed":
             self.sizes[image.key] = self._file_size(image, file)
         if image.objects is not None:
             boxes = image.objects.boxes
-            report.boxes += len(boxes)
+            self.report.boxes += len(boxes)
             if image.size is not None:
-                report.boxes_outside += int(reach_outside(boxes, image.size[::-1]).sum())
+                self.report.boxes_outside += int(reach_outside(boxes, image.size[::-1]).sum())
 
     def _file_size(self, image: SampleImage, file: Path) -> tuple[int, int] | None:
-        """(height, width) of an image file; None if it cannot be read, which is a problem unless training skips it."""
+        """Read (height, width) of an image file.
+
+        None: it cannot be read, which is a problem unless training skips it.
+        """
         try:
             return read_size(file, image.size)
         except MissingFileError:
@@ -351,9 +380,9 @@ class SplitReader:
         return None
 
     def _load(self, sample: Sample, *, with_features: bool) -> list[ImageExample]:
-        """Load the images of a sample with the boxes of each source, but without pixels; returns those of one source.
+        """Load the images of a sample with the boxes of each source, but without pixels.
 
-        If no source gives boxes, the images are returned without any.
+        Return those of one source. If no source gives boxes, they have no boxes.
         """
         from e2e_vl.data.image_loader import StoredBoxes
 
@@ -375,23 +404,25 @@ class SplitReader:
         return [self.examples.loader.load_without_pixels(image, size=None) for image in bare]  # refuses nothing
 
     def _read_text(self, text: SampleText, objects: AnnotatedObjects | None) -> bool:
-        """Count the properties of a text; returns whether it is longer than the encoder can read."""
-        report, truth = self.report, text.truth
+        """Count the properties of a text, and return whether it is longer than the encoder can read."""
+        report = self.report
+        truth = text.truth
         has_words = isinstance(text, ChoiceText) or text.words.strip()
         if not has_words and not isinstance(truth, Categories):  # detection has no texts
             self._add_problem(f"text {text.index} of {report.split} is empty ({text.metadata})")
         if self.answers is not None and truth is not None:
-            answers = [truth.answer] if isinstance(truth, CorrectAnswer) else []
-            answers = truth.answers if isinstance(truth, HumanAnswers) else answers
-            answers = truth.scores if isinstance(truth, ScoredAnswers) else answers
-            report.texts_without_known_answer += self.answers.isdisjoint(map(self.task.canonical_answer, answers))
+            answers = map(self.task.canonical_answer, _answers_in(truth))
+            report.texts_without_known_answer += self.answers.isdisjoint(answers)
         lengths = [] if self.text_limit is None else self._text_lengths(text, objects)
         too_long = [length for length in lengths if length > self.text_limit]
         report.too_long += len(too_long)
         return bool(too_long) and self.text_limit == self.examples.max_text_length
 
     def _text_lengths(self, text: SampleText, objects: AnnotatedObjects | None) -> list[int]:
-        """Wordpieces of a text, or of its query with each choice; not more than bytes, where those are few enough."""
+        """Count the wordpieces of a text, or of its query with each choice.
+
+        Where the bytes are few enough, their number is returned: wordpieces are not more.
+        """
         layout = ENCODERS[self.config.encoder.name].cls.layout
         if isinstance(text, ChoiceText):
             template = layout.pair
@@ -425,11 +456,25 @@ class SplitReader:
             self._add_problem(str(error))
 
 
+def _answers_in(truth: Any) -> Collection[str]:
+    """Return the annotated answers to a question; none for other truths."""
+    if isinstance(truth, CorrectAnswer):
+        return [truth.answer]
+    if isinstance(truth, HumanAnswers):
+        return truth.answers
+    if isinstance(truth, ScoredAnswers):
+        return truth.scores
+    return []
+
+
 def _words_of(sentences: Sequence[Sentence], objects: AnnotatedObjects | None) -> str:
+    """Join sentences to a text, with the names of the objects that they refer to."""
     words: list[str] = []
     for token in itertools.chain.from_iterable(sentences):
         if isinstance(token, str):
             words.append(token)
+        elif objects is None:
+            words += ["object"] * len(token)
         else:
-            words += ["object" if objects is None else objects.names[number] for number in token]
+            words += [objects.names[number] for number in token]
     return " ".join(words)

@@ -47,7 +47,7 @@ class VLDataset(abc.ABC):
     # keys of `data.files`, any one of which gives the annotated objects
     annotation_files: ClassVar[tuple[str, ...]] = ("instances",)
     # where the image ids come from, such as "vg"; None: from COCO if the file names do. See `e2e_vl/data/overlap.py`
-    id_space: ClassVar[str | None] = None
+    id_namespace: ClassVar[str | None] = None
     groups: Sequence[Sequence[int]]  # text indices of each image (or pair of images)
     # for each of the joined splits, the placeholder values for its box files in `data.files`, such as {"split": "val"}
     parts: Sequence[Mapping[str, str]]
@@ -114,7 +114,7 @@ class VLDataset(abc.ABC):
         """The keys of the images of `image_ids`, in the same order."""
         return (ImageKey(0, image_id) for image_id in self.image_ids())
 
-    def photos(self) -> Iterable[tuple[Hashable, str]]:
+    def image_locations(self) -> Iterable[tuple[Hashable, str]]:
         """Where each image of `image_keys` lies, and its name there.
 
         Two splits of a data set that share an image have an item in common.
@@ -228,7 +228,7 @@ class RecordDataset(VLDataset):
         splits = splits or [JoinedSplit("", num_texts=len(records))]
         self._split_ends = list(itertools.accumulate(split.num_texts for split in splits))
         # without images, only the features say where images come from
-        self._photo_locations = [split.files if split.images is None else split.images for split in splits]
+        self._image_locations = [split.files if split.images is None else split.images for split in splits]
         numbers: dict[Hashable, int] = {}
         source_of = [numbers.setdefault(split.source, len(numbers)) for split in splits]
         names = ((source_of[self.part_of(text)], record.image_names) for text, record in enumerate(records))
@@ -255,8 +255,8 @@ class RecordDataset(VLDataset):
             for name in self.texts[texts[0]].image_names:
                 yield ImageKey(part, name)
 
-    def photos(self) -> Iterable[tuple[Hashable, str]]:
-        return ((self._photo_locations[key.part], key.id) for key in self.image_keys())
+    def image_locations(self) -> Iterable[tuple[Hashable, str]]:
+        return ((self._image_locations[key.part], key.id) for key in self.image_keys())
 
     def contents(self) -> Iterable[np.ndarray]:
         yield self.texts.encoded

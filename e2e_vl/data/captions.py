@@ -446,7 +446,7 @@ class CaptionDataset(VLDataset):
             return ()
         return (ImageKey(self.source.part(group), self.source.name(group)) for group in range(len(self.groups)))
 
-    def photos(self) -> Iterable[tuple[Path, str]]:
+    def image_locations(self) -> Iterable[tuple[Path, str]]:
         if not isinstance(self.source, CocoCaptions):
             return ()
         images = map(self.source.image, range(len(self.groups)))

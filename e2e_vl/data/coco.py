@@ -286,7 +286,7 @@ class CocoDetectionDataset(VLDataset):
         """The category names, since images have no texts to build a vocabulary from."""
         return CocoInstances(files.path("instances", split=split)).class_names
 
-    def photos(self) -> Iterable[tuple[Path, str]]:
+    def image_locations(self) -> Iterable[tuple[Path, str]]:
         return ((self.folder, image.file_name) for image in self.instances.images)
 
     def contents(self) -> Iterable[np.ndarray]:

@@ -165,9 +165,9 @@ class JoinedDataset(VLDataset):
         dataset = member.dataset
         return dataset[own] if isinstance(dataset, TextPool) else dataset.sample([own]).texts[0].words
 
-    def photos(self) -> Iterable[tuple[Hashable, str]]:
+    def image_locations(self) -> Iterable[tuple[Hashable, str]]:
         for member in self.members:
-            photos = list(member.dataset.photos())
+            photos = list(member.dataset.image_locations())
             if len(photos) == len(member.dataset.groups):  # one image each: some may be left out
                 first_texts = [texts[0] for texts in member.dataset.groups]
                 photos = itertools.compress(photos, np.isin(first_texts, member.texts))
@@ -214,11 +214,11 @@ class JoinedDataset(VLDataset):
             objects = dataclasses.replace(objects, classes=np.full(len(objects), -1, dtype=np.int64))
         if boxes is None and member.box_reader is not None:
             boxes = member.box_reader.of_part(image.part).read(image.id)
-        space, photo_aliases = member.dataset.id_space, image.photo_aliases
-        if space is not None and not photo_aliases:
-            photo_aliases = ((space, image.id),)
+        space, image_aliases = member.dataset.id_namespace, image.image_aliases
+        if space is not None and not image_aliases:
+            image_aliases = ((space, image.id),)
         return dataclasses.replace(
-            image, id=f"{member.images}/{image.id}", boxes=boxes, objects=objects, photo_aliases=photo_aliases
+            image, id=f"{member.images}/{image.id}", boxes=boxes, objects=objects, image_aliases=image_aliases
         )
 
     def _find(self, text: int) -> tuple[JoinedPart, int]:
@@ -237,7 +237,7 @@ def _locate(
     """
     if not images:  # the data set does not list them, or a group has several
         return
-    photo_of = dict(zip(dataset.image_keys(), dataset.photos(), strict=True))
+    photo_of = dict(zip(dataset.image_keys(), dataset.image_locations(), strict=True))
     for key in images:
         location, name = photo_of[key]
         place = f"{location}: {name}" if part.images is None else part.images

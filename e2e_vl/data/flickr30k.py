@@ -135,7 +135,7 @@ class Flickr30KDataset(RecordDataset):
 
     file_keys = ("images", "ids", "sentences", "annotations", "instances", "detections", "features")
     annotation_files = ("instances", "annotations")
-    id_space = "flickr"
+    id_namespace = "flickr"
     has_phrases = True
     is_pool = True
 

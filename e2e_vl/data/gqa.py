@@ -198,7 +198,7 @@ class GQADataset(RecordDataset):
 
     file_keys = ("images", "questions", "choices", "answers", "scene_graphs", "instances", "detections", "features")
     annotation_files = ("instances", "scene_graphs")
-    id_space = "vg"
+    id_namespace = "vg"
 
     def __init__(self, files: DataFiles, options: GQAOptions, split: str, needs: DataNeeds) -> None:
         self.options = options

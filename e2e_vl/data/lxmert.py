@@ -144,7 +144,7 @@ class LXMERTDataset(RecordDataset):
 
     def image(self, name: str, text: int) -> SampleImage:
         folder = self.folders[self.part_of(text)] if self.folders else Path()
-        return SampleImage(name, self.options.file(folder, name), photo_aliases=aliases_of_id(name))
+        return SampleImage(name, self.options.file(folder, name), image_aliases=aliases_of_id(name))
 
 
 class ImageSentenceDataset(LXMERTDataset):

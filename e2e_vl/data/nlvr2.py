@@ -69,7 +69,7 @@ class NLVR2Dataset(RecordDataset):
     """Sentences of one split, or of several joined by "+", grouped by image pair."""
 
     file_keys = ("images", "examples", "instances", "detections", "features")
-    id_space = "nlvr2"
+    id_namespace = "nlvr2"
 
     def __init__(self, files: DataFiles, options: NLVR2Options, split: str, needs: DataNeeds) -> None:
         self.options = options

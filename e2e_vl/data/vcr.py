@@ -179,7 +179,7 @@ class VCRDataset(VLDataset):
     """
 
     file_keys = ("images", "questions")
-    id_space = "vcr"
+    id_namespace = "vcr"
     box_sources = (BoxSource.GT,)  # the sentences refer to the annotated boxes
 
     def __init__(self, files: DataFiles, options: VCROptions, split: str, needs: DataNeeds) -> None:
@@ -250,7 +250,7 @@ class VCRDataset(VLDataset):
         """Number of text indices."""
         return len(self.questions) * self.per_question
 
-    def photos(self) -> Iterable[tuple[Path, str]]:
+    def image_locations(self) -> Iterable[tuple[Path, str]]:
         return ((self.folder, question.img_fn) for question in self.questions)
 
     def contents(self) -> Iterable[np.ndarray]:

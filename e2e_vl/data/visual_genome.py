@@ -223,7 +223,7 @@ class VisualGenomeDataset(RecordDataset):
 
     file_keys = ("images", "image_data", "regions", "region_graphs", "questions", "detections", "features")
     box_sources = (BoxSource.ONLINE, BoxSource.DETECTIONS, BoxSource.PRECOMPUTED)
-    id_space = VISUAL_GENOME
+    id_namespace = VISUAL_GENOME
     is_pool = True
 
     def __init__(self, files: DataFiles, options: GenomeOptions, split: str, needs: DataNeeds) -> None:
@@ -289,7 +289,7 @@ class VisualGenomeDataset(RecordDataset):
         folder = PurePosixPath(image.url or "").parent.name if self.options.use_folders else ""
         aliases = ((VISUAL_GENOME, name), *(() if image.coco_id is None else ((COCO, str(image.coco_id)),)))
         file = self.folder / folder / f"{name}.jpg"
-        return SampleImage(name, file, (image.height, image.width), photo_aliases=aliases)
+        return SampleImage(name, file, (image.height, image.width), image_aliases=aliases)
 
     def text(self, index: int) -> SampleText:
         phrases = self._phrases(self.texts[index]) if self.has_phrases else None

@@ -68,19 +68,19 @@ def check_images(config: RunConfig, run: Run) -> None:
             raise MissingFileError(f"{missing[0]}{more}")
 
 
-def warn_of_shared_photos(config: RunConfig, run: Run) -> None:
+def warn_of_shared_images(config: RunConfig, run: Run) -> None:
     """Log one warning if images of the evaluation splits are also trained on."""
-    trained = set(run.train_data.dataset.photos())
+    trained = set(run.train_data.dataset.image_locations())
     sentences: list[str] = []
     datasets = {split: examples.dataset for (split, _), examples in run.eval_data.items()}  # whatever the box source
     for split, dataset in datasets.items():
-        photos = set(dataset.photos())
-        shared = photos & trained
+        images = set(dataset.image_locations())
+        shared = images & trained
         if split == config.data.train_split:
             sentences.append(f"{split} is the training split")
         elif shared:
             example = min(name for _, name in shared)
-            sentences.append(f"{len(shared):,} of {len(photos):,} images of {split} are trained on, such as {example}")
+            sentences.append(f"{len(shared):,} of {len(images):,} images of {split} are trained on, such as {example}")
     if sentences:
         logger.warning("Metrics do not show how well the model does on new images: %s.", "; ".join(sentences))
 

@@ -41,7 +41,7 @@ from e2e_vl.parts import check_name
 from e2e_vl.run import checkpoint as checkpoints
 from e2e_vl.run.build import Run, build_eval_data, build_run, resolve_config
 from e2e_vl.run.evaluate import LOSS, InterruptedEvaluationError, MetricName, evaluate_splits, phrase_weights
-from e2e_vl.run.guards import FiniteCheck, StopSignals, check_images, run_lock, warn_of_shared_photos
+from e2e_vl.run.guards import FiniteCheck, StopSignals, check_images, run_lock, warn_of_shared_images
 from e2e_vl.run.launch import make_accelerator, on_main
 from e2e_vl.run.optim import build_optimizer, build_schedule, objective_weights
 from e2e_vl.run.trackers import describe_finished_run, describe_results, describe_run, flatten_settings, track_pictures
@@ -103,7 +103,7 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
             build_eval_data(config, run)
         if checkpoint is None:
             on_main(accelerator, lambda: check_images(config, run))
-            on_main(accelerator, lambda: warn_of_shared_photos(config, run))
+            on_main(accelerator, lambda: warn_of_shared_images(config, run))
         else:  # the vocabulary and the answers were read or built again: their indices must not have changed
             check_vocabulary(checkpoint / "model" / "encoder", run.tokenizer)
             check_answers(checkpoint / "model" / "task", run.model.task)

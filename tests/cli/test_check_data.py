@@ -1,4 +1,4 @@
-"""The command: problems of drawn data that were broken, sizes, and photos that are shared."""
+"""The command: problems of drawn data that were broken, sizes, and images that are shared."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from e2e_vl.cli.check_data import SplitReport, check_data
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.batching import Request
 from e2e_vl.data.features import RegionFeatures, save_npz
-from e2e_vl.data.overlap import PhotoId, PhotoIds
+from e2e_vl.data.overlap import GlobalImageId, ImageIdLookup
 from e2e_vl.run.build import build_run, resolve_config
 from tests.conftest import ROOT
 from tests.run.runs import TINY_DETECTOR
@@ -38,8 +38,8 @@ def settings(name: str, root: Path, *words: str) -> RunConfig:
     return load_config(path, [TINY_DETECTOR, f"data.root={root}", "output=unused", *words])
 
 
-def check(config: RunConfig, others: dict[str, RunConfig] | None = None, photos=frozenset()) -> list[SplitReport]:
-    return check_data(config, others or {}, PhotoIds(), set(photos))
+def check(config: RunConfig, others: dict[str, RunConfig] | None = None, detector_ids=frozenset()) -> list[SplitReport]:
+    return check_data(config, others or {}, ImageIdLookup(), set(detector_ids))
 
 
 def change_json(path: Path, change: Callable[[Any], object]) -> None:
@@ -88,18 +88,18 @@ def test_boxes_that_leave_their_image_and_long_texts_are_counted(data):
     assert 0 < train.too_long < train.texts
 
 
-def first_photo(root: Path) -> Path:
+def first_image(root: Path) -> Path:
     return min((root / "images" / "train2014").iterdir())
 
 
-def cut_photo(root: Path) -> None:
-    path = first_photo(root)
+def cut_image(root: Path) -> None:
+    path = first_image(root)
     path.write_bytes(path.read_bytes()[:20])
 
 
-def widen_photo(root: Path) -> None:
-    with Image.open(first_photo(root)) as image:
-        image.resize((image.width + 1, image.height)).save(first_photo(root))
+def widen_image(root: Path) -> None:
+    with Image.open(first_image(root)) as image:
+        image.resize((image.width + 1, image.height)).save(first_image(root))
 
 
 def move_detections(root: Path) -> None:
@@ -134,8 +134,8 @@ def training_error(config: RunConfig) -> str:
 @pytest.mark.parametrize(
     ("name", "change", "words", "part"),
     [
-        ("refcoco", cut_photo, (), "damaged or in another format"),
-        ("refcoco", widen_photo, (), "in its annotation file"),
+        ("refcoco", cut_image, (), "damaged or in another format"),
+        ("refcoco", widen_image, (), "in its annotation file"),
         ("refcoco", move_detections, ("data.boxes.train=detections",), "lies outside"),
         ("refcoco", None, ("detector.overrides.MODEL.ROI_HEADS.NUM_CLASSES=1",), "NUM_CLASSES"),
         ("vcr", move_named_objects, (), "lies outside"),
@@ -155,7 +155,7 @@ def test_what_training_stops_at_is_a_problem(data, tmp_path, name, change, words
 
 
 def test_an_image_of_another_size_hides_no_other(data):
-    widen_photo(data)
+    widen_image(data)
     train, _ = check(settings("refcoco", data))
     assert len(train.problems) == 1 and train.images == 12
 
@@ -177,15 +177,15 @@ def test_region_features_of_another_width_are_a_problem(data):
     assert len(train.problems) == 12 and len(val.problems) == 6 and "but width 64 in" in val.problems[0]
 
 
-def test_photos_of_other_data_sets_and_of_the_detector_are_found(tiny_data):
+def test_images_of_other_data_sets_and_of_the_detector_are_found(tiny_data):
     own = {"synthetic": {"scenes": {}}}  # as if they had not been drawn: their names are then names of COCO
     config = replaced(settings("refcoco", tiny_data), data=own)
     other = replaced(settings("vqa", tiny_data), data=own | {"train_split": "val"})
-    _, val = check(config, {"other.yaml": other}, {PhotoId("coco", "1")})
+    _, val = check(config, {"other.yaml": other}, {GlobalImageId("coco", "1")})
     [sentence] = val.shared
     assert sentence.startswith("6 of 6 photos of val are in the training split val of other.yaml (such as ")
     images = json.loads((tiny_data / "refcoco+" / "instances.json").read_text())["images"]
-    _, val = check(config, photos={PhotoId("coco", str(row["id"])) for row in images})
+    _, val = check(config, detector_ids={GlobalImageId("coco", str(row["id"])) for row in images})
     assert val.shared[0].startswith("6 of 6 photos of val are in the detector's training images")
 
 

@@ -58,7 +58,7 @@ def test_regions_are_captions(settings, tmp_path):
     assert sample.pool is dataset and list(sample.own_texts) == [0, 1]
     [image] = opened(settings, use_folders=False).sample([2]).images
     assert image.locate() == tmp_path / "images" / "5.jpg"
-    names = [dataset.sample(texts).images[0].photo_aliases for texts in dataset.groups]
+    names = [dataset.sample(texts).images[0].image_aliases for texts in dataset.groups]
     assert names == [(("vg", "1"),), (("vg", "5"), ("coco", "99"))]
 
 

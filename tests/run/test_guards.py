@@ -13,7 +13,7 @@ import pytest
 from accelerate import Accelerator
 
 from detector.errors import StoppedRunError, UserError
-from e2e_vl.run.guards import FiniteCheck, StopSignals, run_lock, warn_of_shared_photos
+from e2e_vl.run.guards import FiniteCheck, StopSignals, run_lock, warn_of_shared_images
 from e2e_vl.run.train import train
 
 BATCHES = [SimpleNamespace(images=SimpleNamespace(names=["a.jpg", "b.jpg"]))]
@@ -68,11 +68,13 @@ def test_a_batch_that_the_processes_cannot_share_evenly_is_refused(tiny_config, 
 )
 def test_images_that_are_trained_on_and_evaluated_cause_one_warning(splits, sentence, caplog):
     def examples(images: str) -> SimpleNamespace:
-        return SimpleNamespace(dataset=SimpleNamespace(photos=lambda: ((Path("folder"), name) for name in images)))
+        return SimpleNamespace(
+            dataset=SimpleNamespace(image_locations=lambda: ((Path("folder"), name) for name in images))
+        )
 
     data = {(split, boxes): examples(images) for split, images in splits.items() for boxes in ("gt", "online")}
     run = SimpleNamespace(train_data=examples("abc"), eval_data=data)
-    warn_of_shared_photos(SimpleNamespace(data=SimpleNamespace(train_split="train")), run)
+    warn_of_shared_images(SimpleNamespace(data=SimpleNamespace(train_split="train")), run)
     assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [sentence] * (sentence is not None)
 
 
