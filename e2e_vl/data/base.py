@@ -66,21 +66,21 @@ class VLDataset(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def texts_of(cls, files: DataFiles, options: Any, split: str) -> Iterable[str]:
-        """All texts of a split, for building a vocabulary."""
+        """Yield all texts of a split, for building a vocabulary."""
 
     @classmethod
     def answers_of(cls, files: DataFiles, options: Any, split: str) -> dict[Any, str]:
-        """The most frequent answer to each question of a split, for building an answer vocabulary."""
+        """Return the most frequent answer to each question of a split, for building an answer vocabulary."""
         raise UserError("The data set has no answers to build a vocabulary from; set task.config.answers.")
 
     @classmethod
     def class_names_of(cls, options: Any) -> Sequence[str] | None:
-        """The classes that a user's boxes may have, for data sets whose texts refer to boxes by class."""
+        """Return the classes that a user's boxes may have, for data sets whose texts refer to boxes by class."""
         return None
 
     @classmethod
     def accepts_answer(cls, options: Any) -> bool:
-        """Whether texts depend on a question and a given answer, as rationales do."""
+        """Return whether texts depend on a question and an answer to it, as rationales do."""
         return False
 
     @classmethod
@@ -90,46 +90,50 @@ class VLDataset(abc.ABC):
 
     @classmethod
     def files_by_image_id(cls, files: DataFiles, needs: DataNeeds, values: Mapping[str, str]) -> tuple[Path, ...]:
-        """The files of a split with boxes or features by image id; `values` are its placeholders."""
-        keys = [*needs.boxes.needs, *(cls.annotation_files if needs.annotations else ())]
+        """Return the files of a split with boxes or features by image id; `values` are its placeholders."""
+        keys = list(needs.boxes.needs)
+        if needs.annotations:
+            keys += cls.annotation_files
         return tuple(files.path(key, **values) for key in dict.fromkeys(keys) if key in files)
 
     @abc.abstractmethod
     def __len__(self) -> int:
-        """Number of texts."""
+        """Return the number of texts."""
 
     @abc.abstractmethod
     def sample(self, texts: Sequence[int]) -> Sample:
-        """The given texts, all from one group, with their images."""
+        """Return some texts, all from one group, with their images."""
 
     def truths(self) -> Iterable[Any]:
-        """The ground truth of every text, or None where it is unknown. Empty if it depends on the images."""
+        """Yield the ground truth of every text, or None where it is unknown; nothing if it depends on the images."""
         return ()
 
     def image_ids(self) -> Iterable[str]:
-        """Ids of all images that box files must contain; empty if listing them would be slow."""
+        """Yield the ids of all images that box files must contain; none if listing them would be slow."""
         return ()
 
     def image_keys(self) -> Iterable[ImageKey]:
-        """The keys of the images of `image_ids`, in the same order."""
+        """Yield the keys of the images of `image_ids`, in the same order."""
         return (ImageKey(0, image_id) for image_id in self.image_ids())
 
     def image_locations(self) -> Iterable[tuple[Hashable, str]]:
-        """Where each image of `image_keys` lies, and its name there.
+        """Yield where each image of `image_keys` lies, and its name there.
 
         Two splits of a data set that share an image have an item in common.
         """
         return ((None, image_id) for image_id in self.image_ids())
 
     def contents(self) -> Iterable[np.ndarray | list[Any]]:
-        """What was read of the texts and images, in their order and without paths, for `tables.fingerprint`."""
+        """Yield what was read of the texts and images, in their order and without paths, for `tables.fingerprint`."""
         return (list(texts) for texts in self.groups)
 
     def check_classes(self, num_classes: int, detector_names: Sequence[str] | None = None) -> None:
         """Check that the classes of the annotated objects match the detector's class indices.
 
-        A file with a subset of the detector's categories would number them differently. `detector_names`: their names,
-        if they are stored with the weights.
+        A file with a subset of the detector's categories would number them differently.
+
+        Args:
+            detector_names: the names of the detector's classes, if they are stored with its weights.
         """
         names = self.class_names
         if names is None:
@@ -213,7 +217,9 @@ class RecordDataset(VLDataset):
             splits: the joined splits, one after the other in `records`; empty: there is only one.
             need_labels: raise an error if a record has no label.
         """
-        unlabelled = [record.id for record in records if record.truth is None] if need_labels else []
+        unlabelled = []
+        if need_labels:
+            unlabelled = [record.id for record in records if record.truth is None]
         if len(unlabelled) == len(records):
             raise UserError(f"{where}s: none found, or they have no labels for training; choose another split")
         if unlabelled:
@@ -221,23 +227,25 @@ class RecordDataset(VLDataset):
                 f"{where}s: {len(unlabelled):,} of {len(records):,} have no label for training, such as "
                 f"{unlabelled[0]}; label or remove them"
             )
-        joined = "give the texts of joined splits different ids, by which predictions are told apart"
-        remedy = joined if len(splits) > 1 else "remove one of them"
+        remedy = "remove one of them"
+        if len(splits) > 1:
+            remedy = "give the texts of joined splits different ids, by which predictions are told apart"
         require_unique((record.id for record in records), where, remedy)
-        self.texts = records if isinstance(records, SerializedList) else SerializedList(records, type(records[0]))
+        if not isinstance(records, SerializedList):
+            records = SerializedList(records, type(records[0]))
+        self.texts = records
         splits = splits or [JoinedSplit("", num_texts=len(records))]
         self._split_ends = list(itertools.accumulate(split.num_texts for split in splits))
         # without images, only the features say where images come from
         self._image_locations = [split.files if split.images is None else split.images for split in splits]
-        numbers: dict[Hashable, int] = {}
-        source_of = [numbers.setdefault(split.source, len(numbers)) for split in splits]
-        names = ((source_of[self.part_of(text)], record.image_names) for text, record in enumerate(records))
-        self.groups = TextGroups.of_images(names)
-        if len(numbers) > 1:
+        images = ((splits[self.part_of(text)].source, record.image_names) for text, record in enumerate(records))
+        self.groups = TextGroups.of_images(images)
+        sources = {split.source for split in splits}
+        if len(sources) > 1:
             require_distinct_ids(((key, splits[key.part].images) for key in self.image_keys()), splits)
 
     def part_of(self, text: int) -> int:
-        """The index of the joined split that a text belongs to."""
+        """Return the index of the joined split that a text belongs to."""
         return bisect.bisect_right(self._split_ends, text)
 
     def __len__(self) -> int:
@@ -268,20 +276,20 @@ class RecordDataset(VLDataset):
         group = self.groups[self.groups.group_of(texts[0])]
         first = group[0]  # several joined splits may have texts about the image: it belongs to the first of them
         part = self.part_of(first)
-        images = tuple(
-            dataclasses.replace(self.image(name, first), part=part) for name in self.texts[first].image_names
-        )
-        chosen = tuple(self.text(index) for index in texts)
+        images = []
+        for name in self.texts[first].image_names:
+            images.append(dataclasses.replace(self.image(name, first), part=part))
+        sample_texts = tuple(self.text(index) for index in texts)
         if not self.is_pool:
-            return Sample(images, chosen)
-        return Sample(images, chosen, pool=self, own_texts=group)
+            return Sample(tuple(images), sample_texts)
+        return Sample(tuple(images), sample_texts, pool=self, own_texts=group)
 
     @abc.abstractmethod
     def image(self, name: str, text: int) -> SampleImage:
-        """One of the images of a text; its `part` is set by `sample`."""
+        """Return one of the images of a text; its `part` is set by `sample`."""
 
     def text(self, index: int) -> SampleText:
-        """One text, with its ground truth."""
+        """Return a text with its ground truth."""
         record = self.texts[index]
         image_index = tuple(range(len(record.image_names)))
         return SampleText(index, record.words, record.metadata, record.truth, image_index=image_index)
@@ -289,7 +297,9 @@ class RecordDataset(VLDataset):
 
 class DataFiles:
     """The files in `data.files`, relative to `data.root`; their names may contain placeholders such as {split}.
-    `file_keys`: keys of the files that the data set reads.
+
+    Args:
+        file_keys: keys of the files that the data set reads.
     """
 
     def __init__(self, settings: DataSettings, file_keys: Sequence[str]) -> None:
@@ -302,11 +312,11 @@ class DataFiles:
         return key in self.settings.files
 
     def path(self, key: str, **values: str) -> Path:
-        """The path in `data.files.<key>`, with its placeholders filled in."""
+        """Return the path in `data.files.<key>`, with its placeholders filled in."""
         return self.root / self.name(key, **values)
 
     def name(self, key: str, **values: str) -> str:
-        """The name in the settings, with its placeholders filled in."""
+        """Return the name in the settings, with its placeholders filled in."""
         if key not in self:
             raise UserError(f"data.files.{key} is not set; set it to the {key} of {self.settings.name}.")
         name = self.settings.files[key]
@@ -316,7 +326,7 @@ class DataFiles:
 
 
 def normalise_class_name(name: str) -> str:
-    """Lower-case letters and digits of a class name: "traffic light" and "Traffic_Light" become "trafficlight"."""
+    """Reduce a class name to small letters and digits: "traffic light" and "Traffic_Light" become "trafficlight"."""
     return "".join(letter for letter in name.casefold() if letter.isalnum()) or name
 
 
@@ -330,9 +340,15 @@ def split_names(split: str) -> list[str]:
 
 
 def coco_image_set(split: str | None) -> str | None:
-    """COCO's image set of a split: test2015 for test-dev2015, val2014 for valminusminival2014; None for other names."""
-    found = re.match(r"(train|val|test|minival|nominival).*?(20\d\d)$", split or "")
-    return found[1].removeprefix("mini").removeprefix("nomini") + found[2] if found else None
+    """Return COCO's image set of a split; None for other names.
+
+    It is test2015 for test-dev2015, and val2014 for valminusminival2014.
+    """
+    match = re.match(r"(train|val|test|minival|nominival).*?(20\d\d)$", split or "")
+    if match is None:
+        return None
+    name = match[1].removeprefix("mini").removeprefix("nomini")
+    return name + match[2]
 
 
 def check_boxes_source(dataset: type[VLDataset], name: str, boxes: BoxSource) -> None:

@@ -8,6 +8,7 @@ corpora, zip archives, shards), only a numpy index is kept, memory-mapped from d
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import mmap
 import re
@@ -45,7 +46,8 @@ class SerializedList(Sequence, Generic[Item]):
 
     def __init__(self, items: Iterable[Item], type: Any) -> None:
         encode = msgspec.msgpack.Encoder().encode
-        data, ends = bytearray(), array("q", [0])
+        data = bytearray()
+        ends = array("q", [0])
         for item in items:
             try:
                 data += encode(item)
@@ -60,8 +62,9 @@ class SerializedList(Sequence, Generic[Item]):
         return len(self._ends) - 1
 
     def __getitem__(self, index: int | slice) -> Item | list[Item]:
-        rows = range(len(self))[index]
-        return [self._item(row) for row in rows] if isinstance(index, slice) else self._item(rows)
+        if isinstance(index, slice):
+            return [self._item(row) for row in range(len(self))[index]]
+        return self._item(range(len(self))[index])
 
     def __iter__(self) -> Iterator[Item]:
         return map(self._item, range(len(self)))
@@ -72,7 +75,7 @@ class SerializedList(Sequence, Generic[Item]):
         return self._data
 
     def encoded_item(self, row: int) -> np.ndarray:
-        """uint8 [bytes]: one item in MessagePack."""
+        """Return one item in MessagePack, uint8 [bytes]."""
         return self._data[self._ends[row] : self._ends[row + 1]]
 
     def _item(self, row: int) -> Item:
@@ -83,14 +86,17 @@ class RowIndex:
     """The row of each unique id, in two sorted numpy arrays instead of a dict; 12 and "12" are the same id."""
 
     def __init__(self, ids: Iterable[int | str]) -> None:
-        names = np.array([str(one).encode() for one in ids], dtype=np.bytes_)
+        names = np.array([str(id).encode() for id in ids], dtype=np.bytes_)
         self._rows = np.argsort(names, kind="stable")
         self._names = names[self._rows]
 
     def row(self, id: int | str) -> int | None:
+        """Return the row of an id; None if there is no such id."""
         name = str(id).encode()
-        place = int(np.searchsorted(self._names, name))
-        return int(self._rows[place]) if place < len(self._names) and self._names[place] == name else None
+        position = int(np.searchsorted(self._names, name))
+        if position == len(self._names) or self._names[position] != name:
+            return None
+        return int(self._rows[position])
 
 
 class SerializedDict(Generic[Item]):
@@ -106,7 +112,8 @@ class SerializedDict(Generic[Item]):
 
         self._items = SerializedList(values(), type)
         require_unique(map(str, ids), f"{where}: entry")
-        self._rows, self._where = RowIndex(ids), where
+        self._rows = RowIndex(ids)
+        self._where = where
 
     def __contains__(self, id: int | str) -> bool:
         return self._rows.row(id) is not None
@@ -121,10 +128,11 @@ class SerializedDict(Generic[Item]):
         return self._items.encoded
 
     def encoded_item(self, id: int | str) -> np.ndarray:
-        """uint8 [bytes]: one item in MessagePack."""
+        """Return one item in MessagePack, uint8 [bytes]."""
         return self._items.encoded_item(self._rows.row(id))
 
     def require(self, ids: Iterable[int | str]) -> None:
+        """Raise a UserError if an id has no item."""
         for id in ids:
             if id not in self:
                 raise UserError(f"{self._where}: no entry {id}; use files of the same split and release")
@@ -143,7 +151,7 @@ def fingerprint(contents: Iterable[np.ndarray | list[Any] | dict[str, Any] | Non
 class SkippedRecords:
     """Counts the records of a file that a reader skips, and logs the counts with examples."""
 
-    SHOWN = 5
+    MAX_EXAMPLES = 5  # of each reason
 
     def __init__(self, path: str | Path) -> None:
         self._path = path
@@ -159,10 +167,11 @@ class SkippedRecords:
         """
         self._counts[reason] += 1
         examples = self._examples.setdefault(reason, [])
-        if len(examples) < self.SHOWN:
+        if len(examples) < self.MAX_EXAMPLES:
             examples.append(str(record))
 
     def log(self) -> None:
+        """Log one warning for each reason."""
         for reason, count in self._counts.items():
             examples = self._examples[reason]
             if count > len(examples):
@@ -196,33 +205,34 @@ class TextGroups(Sequence):
 
     def __init__(self, texts: np.ndarray, counts: Sequence[int] | np.ndarray) -> None:
         self.texts = texts
-        self._places = np.argsort(texts)
+        self._position_of = np.argsort(texts)  # of each text in `texts`
         self.starts = np.concatenate([[0], np.cumsum(np.asarray(counts, dtype=np.int64))])
 
     @classmethod
     def of_images(cls, images: Iterable[Any]) -> TextGroups:
-        """Groups from the image of each text; images are in the order of first mention."""
+        """Make groups from the image of each text; images are in the order of first mention."""
         numbers: dict[Any, int] = {}
         image_of = np.fromiter((numbers.setdefault(image, len(numbers)) for image in images), dtype=np.int64)
         return cls(np.argsort(image_of, kind="stable"), np.bincount(image_of, minlength=len(numbers)))
 
     @classmethod
     def of_lists(cls, groups: Sequence[Sequence[int]]) -> TextGroups:
-        """Groups from a list of text indices per image."""
-        counts = np.fromiter((len(texts) for texts in groups), dtype=np.int64, count=len(groups))
-        texts = np.fromiter((text for texts in groups for text in texts), dtype=np.int64, count=int(counts.sum()))
+        """Make groups from a list of text indices per image."""
+        counts = np.fromiter(map(len, groups), dtype=np.int64, count=len(groups))
+        texts = np.fromiter(itertools.chain.from_iterable(groups), dtype=np.int64, count=int(counts.sum()))
         return cls(texts, counts)
 
     @classmethod
     def consecutive(cls, counts: Sequence[int] | np.ndarray) -> TextGroups:
-        """Groups of texts that are numbered image by image, from the number of texts of each image."""
+        """Make groups of texts that are numbered image by image, from the number of texts of each image."""
         return cls(np.arange(int(np.sum(counts))), counts)
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
     def group_of(self, text: int) -> int:
-        return int(np.searchsorted(self.starts, self._places[text], side="right")) - 1
+        """Return the index of the group that a text belongs to."""
+        return int(np.searchsorted(self.starts, self._position_of[text], side="right")) - 1
 
     def __getitem__(self, group: int | slice) -> list[int] | list[list[int]]:
         if isinstance(group, slice):
@@ -232,9 +242,11 @@ class TextGroups(Sequence):
 
 
 def stream_list(path: str | Path, type: Any = Any, key: str = "") -> Iterator[Any]:
-    """The values of a list in a JSON file of any size, decoded one by one from the memory-mapped file.
+    """Yield the values of a list in a JSON file of any size, decoded one by one from the memory-mapped file.
 
-    `key` is that of the list if the file is an object.
+    Args:
+        type: the type that values are decoded to.
+        key: that of the list if the file is an object.
     """
     content = _mapped(path)
     if key:
@@ -247,19 +259,22 @@ def stream_list(path: str | Path, type: Any = Any, key: str = "") -> Iterator[An
 
 
 def stream_dict(path: str | Path, type: Any = Any) -> Iterator[tuple[str, Any]]:
-    """The keys and values of a JSON object in a file of any size; see `stream_list`."""
+    """Yield the keys and values of a JSON object in a file of any size; see `stream_list`."""
     for key, value in decode_json(_mapped(path), str(path), dict[str, msgspec.Raw]).items():
         yield key, decode_json(value, f"{path}: entry {key}", type)
 
 
 def _mapped(path: str | Path) -> mmap.mmap | bytes:
+    """Map a file to memory; an empty file, which cannot be mapped, becomes no bytes."""
     path = user_path(path)
     with reading(path), path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
+        if path.stat().st_size == 0:
+            return b""
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def stream_lines(path: str | Path, type: Any = Any) -> Iterator[Any]:
-    """The values of a file with one JSON value per line, each decoded as `type`; blank lines are skipped."""
+    """Yield the values of a file with one JSON value per line, each decoded as `type`; blank lines are skipped."""
     path = user_path(path)
     require_utf8(path)
     with reading(path), path.open("rb") as file:
@@ -277,7 +292,7 @@ def require_utf8(path: Path) -> None:
 
 
 def cached_array(sources: Sequence[Path], folder: Path, kind: str, make: Callable[[], np.ndarray]) -> np.ndarray:
-    """An index of files, memory-mapped from a `.npy` file in `folder` that one process writes.
+    """Return an index of files, memory-mapped from a `.npy` file in `folder` that one process writes.
 
     Its name depends on the paths, sizes and modification times of the files, so a stale index is never used, and on
     `kind`, the kind and version of the index. The array must not be empty.
@@ -317,10 +332,12 @@ class TextLines(Sequence):
             self._starts = cached_array([self.path], Path(cache), "lines", self._find_lines)
 
     def _find_lines(self) -> np.ndarray:
-        """int64 [n]: offsets of the non-blank lines."""
+        """Return int64 [n], the offsets of the non-blank lines."""
         require_utf8(self.path)
-        starts, position = array("q"), 0
-        title, size = f"indexing {self.path.name}", self.path.stat().st_size
+        starts = array("q")
+        position = 0
+        size = self.path.stat().st_size
+        title = f"indexing {self.path.name}"
         with self.path.open("rb") as file, tqdm(total=size, desc=title, unit="B", unit_scale=True, delay=1) as bar:
             for line in file:
                 if line.strip():
@@ -354,27 +371,35 @@ class Archives:
     """
 
     def __init__(self, root: str | Path, cache: str | Path) -> None:
-        self.root, self.cache = Path(root), Path(cache)
+        self.root = Path(root)
+        self.cache = Path(cache)
         self._indices: dict[Path, np.ndarray] = {}
 
     def find(self, name: str) -> Path | tuple[Path, str]:
-        """A file, or an archive and its member."""
-        archive, marker, member = name.partition("@")
-        path, member = self.root / archive, member.lstrip("/")
+        """Return the path of a file, or of an archive and the name of its member."""
+        file_name, marker, member = name.partition("@")
+        path = self.root / file_name
+        if not marker:
+            if not path.is_file():
+                raise MissingFileError(f"{self.root / name} does not exist")
+            return path
+        member = member.lstrip("/")
         if path.is_file():
-            return (path, member) if marker else path
+            return path, member
+        unpacked = path.with_suffix("")
         # the parts of an archive (train_frcnn.0.zip ...) are unpacked into one folder
-        for folder in (path.with_suffix(""), path.with_name(re.sub(r"\.\d+$", "", path.stem))) if marker else ():
+        unpacked_parts = path.with_name(re.sub(r"\.\d+$", "", path.stem))
+        for folder in (unpacked, unpacked_parts):
             if (folder / member).is_file():
                 return folder / member
-        raise MissingFileError(f"{self.root / name} does not exist{', nor its unpacked folder' if marker else ''}")
+        raise MissingFileError(f"{self.root / name} does not exist, nor its unpacked folder")
 
     def read(self, name: str) -> bytes:
-        """Contents of a file or member; the checksum of a member is verified."""
-        found = self.find(name)
-        if isinstance(found, Path):
-            return found.read_bytes()
-        archive, member = found
+        """Return the contents of a file or member; the checksum of a member is verified."""
+        location = self.find(name)
+        if isinstance(location, Path):
+            return location.read_bytes()
+        archive, member = location
         if archive not in self._indices:
             self._indices[archive] = cached_array([archive], self.cache, "zip", lambda: _list_members(archive))
         index = self._indices[archive]
@@ -393,9 +418,9 @@ class Archives:
 
 
 def _list_members(archive: Path) -> np.ndarray:
-    """int64 [5, members], sorted by the hash of the name: hash, offset, compressed size, method, CRC-32."""
+    """Return int64 [5, members], sorted by the hash of the name: hash, offset, compressed size, method, CRC-32."""
     with reading(archive, zipfile.BadZipFile), zipfile.ZipFile(archive) as file:
-        members = [one for one in file.infolist() if not one.is_dir()]
+        members = [member for member in file.infolist() if not member.is_dir()]
     checksums: dict[str, int] = {}
     for member in members:
         if checksums.setdefault(member.filename, member.CRC) != member.CRC:
