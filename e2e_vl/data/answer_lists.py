@@ -30,9 +30,10 @@ def read_answers(path: str | Path, sources: Collection[str] | None = None) -> li
     path = user_path(path)
     if sources is not None:
         rows = read_json(path, list[_SourcedAnswer])
-        answers = [row.ans for row in rows if set(row.dsets) & set(sources)]
+        answers = [row.ans for row in rows if not set(row.dsets).isdisjoint(sources)]
     elif path.suffix.lower() == ".txt":
-        answers = [line.strip().lower() for line in read_text(path).split("\n") if line.strip()]
+        lines = [line.strip() for line in read_text(path).split("\n")]
+        answers = [line.lower() for line in lines if line]
     else:
         content = read_json(path, list[str | _SourcedAnswer] | dict[str, int])
         if isinstance(content, dict):
@@ -40,9 +41,10 @@ def read_answers(path: str | Path, sources: Collection[str] | None = None) -> li
             if [content[answer] for answer in answers] != list(range(len(answers))):
                 raise UserError(f"{path}: the classes of the {len(answers)} answers are not 0 to {len(answers) - 1}")
         else:
-            answers = [row if isinstance(row, str) else row.ans for row in content]
+            answers = [row.ans if isinstance(row, _SourcedAnswer) else row for row in content]
     if not answers:
-        raise UserError(f"{path} has no answers{'' if sources is None else ' of ' + ', '.join(sources)}")
+        details = "" if sources is None else f" of {', '.join(sources)}"
+        raise UserError(f"{path} has no answers{details}")
     if path.name != ANSWERS_FILE:  # a saved vocabulary may list an answer twice, since tasks normalise text files
         require_unique(answers, f"{path}: the answer")
     return answers

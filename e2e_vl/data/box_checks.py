@@ -64,7 +64,9 @@ def reach_outside(boxes: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     Args:
         sizes: [R, 2] (width, height) of each box's image, or [2] of the image of all boxes.
     """
-    return ((boxes[:, :2] < -MARGIN) | (boxes[:, 2:] > np.asarray(sizes) + MARGIN)).any(axis=1)
+    begins_outside = boxes[:, :2] < -MARGIN
+    ends_outside = boxes[:, 2:] > np.asarray(sizes) + MARGIN
+    return (begins_outside | ends_outside).any(axis=1)
 
 
 def look_like_corners(boxes: np.ndarray, sizes: np.ndarray) -> bool:
@@ -73,7 +75,9 @@ def look_like_corners(boxes: np.ndarray, sizes: np.ndarray) -> bool:
     `sizes`: as in `reach_outside`.
     """
     ends = boxes[:, 2:] - boxes[:, :2]  # what the file calls width and height
-    return bool(((ends > boxes[:, :2]) & (ends <= np.asarray(sizes) + MARGIN)).all())
+    has_area = ends > boxes[:, :2]
+    is_inside = ends <= np.asarray(sizes) + MARGIN
+    return bool((has_area & is_inside).all())
 
 
 def check_file_boxes(boxes: np.ndarray, sizes: np.ndarray, image_ids: Sequence[object], where: str) -> None:
@@ -101,8 +105,8 @@ def warn_of_boxes_outside(boxes: np.ndarray, sizes: np.ndarray, image_ids: Seque
     if outside.sum() <= MAX_SHARE_OUTSIDE * len(boxes):
         return
     row = int(outside.argmax())
-    x1, y1, x2, y2 = (float(value) for value in boxes[row])
-    width, height = (int(side) for side in sizes[row])
+    x1, y1, x2, y2 = boxes[row].tolist()
+    width, height = map(int, sizes[row])
     remedy = "check that they are [x, y, width, height] in pixels of these images"
     if look_like_corners(boxes, sizes):
         remedy = "they look like corners [x1, y1, x2, y2]; convert them to [x, y, width, height]"

@@ -68,39 +68,41 @@ class JoinedDataset(VLDataset):
     def __init__(self, files: DataFiles, options: JoinedOptions, split: str, needs: DataNeeds) -> None:
         self.members: list[JoinedPart] = []
         self.starts = [0]
-        self._same_image: dict[tuple[str, str], list[int]] = {}  # groups of each image that several parts may have
+        self._groups_of_image: dict[tuple[str, str], list[int]] = {}  # for images that several parts may have
         numbers: list[np.ndarray] = []
         counts: list[int] = []
         splits_of: dict[type[VLDataset], list[JoinedSplit]] = {}
         located_images_of: dict[type[VLDataset], list[tuple[ImageKey, str]]] = {}
-        for name, part, own_files, own_options in self._parts_of(files, options, split):
+        for name, part, part_files, part_options in self._parts_of(files, options, split):
             kind = DATASETS[part.name].cls
             check_boxes_source(kind, name, needs.boxes)
-            dataset = kind(own_files, own_options, part.splits[split], needs)
-            box_reader = open_boxes_of(dataset, own_files.settings, needs.boxes)
-            groups, images = _kept_groups(name, part, dataset, files.root)
+            dataset = kind(part_files, part_options, part.splits[split], needs)
+            box_reader = open_boxes_of(dataset, part_files.settings, needs.boxes)
+            groups, images = _select_groups(name, part, dataset, files.root)
             if box_reader is not None:
                 box_reader.require_images(images, f"{split} of {name}")
             splits = splits_of.setdefault(kind, [])
             located_images_of.setdefault(kind, []).extend(_locate(part, dataset, images, first_split=len(splits)))
             for values in dataset.parts:
-                splits.append(JoinedSplit(name, dataset.files_by_image_id(own_files, needs, values)))
+                splits.append(JoinedSplit(name, dataset.files_by_image_id(part_files, needs, values)))
             texts = np.fromiter(itertools.chain.from_iterable(groups), dtype=np.int64)
             ascending = np.sort(texts)
             self.members.append(JoinedPart(part.images or f"of {name}", dataset, box_reader, ascending))
             if part.images is not None:
                 # an id that two joined splits of a part use excludes too many mismatched texts, never too few
                 for group, image in enumerate(images, start=len(counts)):
-                    self._same_image.setdefault((part.images, image.id), []).append(group)
+                    self._groups_of_image.setdefault((part.images, image.id), []).append(group)
             numbers.append(self.starts[-1] + np.searchsorted(ascending, texts))
             counts += map(len, groups)
             self.starts.append(self.starts[-1] + len(texts))
-        for kind, splits in splits_of.items():  # other kinds may name the same places in other ways
+        for kind, splits in splits_of.items():  # other kinds may name the same locations in other ways
             require_distinct_ids(located_images_of[kind], splits)
         self.groups = TextGroups(np.concatenate(numbers), counts)
         datasets = [member.dataset for member in self.members]
-        names = {tuple(map(normalise_class_name, dataset.class_names or ())) for dataset in datasets}
-        if len(names if needs.objects else names - {()}) > 1:
+        lists_of_classes = {tuple(map(normalise_class_name, dataset.class_names or ())) for dataset in datasets}
+        if not needs.objects:  # then some may have no classes
+            lists_of_classes.discard(())
+        if len(lists_of_classes) > 1:
             raise UserError(
                 "The joined data sets have objects of different classes, or some have none; use boxes from a file or "
                 "from the detector, and set detector.loss_weight to 0"
@@ -116,39 +118,44 @@ class JoinedDataset(VLDataset):
     def _parts_of(
         cls, files: DataFiles, options: JoinedOptions, split: str
     ) -> Iterator[tuple[str, PartSettings, DataFiles, Any]]:
-        """Name, settings, files and options of each part of a split."""
-        chosen = {name: part for name, part in options.parts.items() if split in part.splits}
-        if not chosen:
+        """Yield name, settings, files and options of each part of a split."""
+        parts = {name: part for name, part in options.parts.items() if split in part.splits}
+        if not parts:
             raise UserError(f"No part in data.config.parts has the split {split}; add it to the `splits` of a part")
-        for name, part in chosen.items():
+        for name, part in parts.items():
             kind = DATASETS[part.name].cls
-            shared = {key: file for key, file in files.settings.files.items() if key in kind.file_keys}
+            shared_files = {key: file for key, file in files.settings.files.items() if key in kind.file_keys}
             settings = msgspec.structs.replace(
-                files.settings, name=part.name, files={**shared, **part.files}, config=part.config
+                files.settings, name=part.name, files=shared_files | part.files, config=part.config
             )
-            yield name, part, *open_options(kind, settings)
+            part_files, part_options = open_options(kind, settings)
+            yield name, part, part_files, part_options
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: JoinedOptions, split: str) -> Iterable[str]:
-        """All texts of all parts, including those about images that are left out."""
-        for _, part, *own in cls._parts_of(files, options, split):
-            yield from DATASETS[part.name].cls.texts_of(*own, part.splits[split])
+        """Yield all texts of all parts, including those about images that are left out."""
+        for _, part, part_files, part_options in cls._parts_of(files, options, split):
+            yield from DATASETS[part.name].cls.texts_of(part_files, part_options, part.splits[split])
 
     @classmethod
     def class_names_of(cls, options: JoinedOptions) -> Sequence[str] | None:
-        """The classes of the first part whose texts refer to boxes by class."""
-        return next((names for kind, own in cls._kinds_of(options) if (names := kind.class_names_of(own))), None)
+        """Return the classes of the first part whose texts refer to boxes by class."""
+        for kind, part_options in cls._kinds_of(options):
+            names = kind.class_names_of(part_options)
+            if names:
+                return names
+        return None
 
     @classmethod
     def accepts_answer(cls, options: JoinedOptions) -> bool:
-        return any(kind.accepts_answer(own) for kind, own in cls._kinds_of(options))
+        return any(kind.accepts_answer(part_options) for kind, part_options in cls._kinds_of(options))
 
     @classmethod
     def select_candidates(cls, sample: Sample, options: JoinedOptions) -> Sample:
-        """As in the first part whose texts refer to boxes by class."""
-        for kind, own in cls._kinds_of(options):
-            if kind.class_names_of(own):
-                return kind.select_candidates(sample, own)
+        """Keep the candidates that the first part whose texts refer to boxes by class would keep."""
+        for kind, part_options in cls._kinds_of(options):
+            if kind.class_names_of(part_options):
+                return kind.select_candidates(sample, part_options)
         return sample
 
     @classmethod
@@ -160,18 +167,19 @@ class JoinedDataset(VLDataset):
         return self.starts[-1]
 
     def __getitem__(self, text: int) -> str:
-        """One text; texts of other images may be sampled."""
-        member, own = self._find(text)
-        dataset = member.dataset
-        return dataset[own] if isinstance(dataset, TextPool) else dataset.sample([own]).texts[0].words
+        """Return the words of a text; texts of other images may be sampled."""
+        member, member_text = self._find(text)
+        if isinstance(member.dataset, TextPool):
+            return member.dataset[member_text]
+        return member.dataset.sample([member_text]).texts[0].words
 
     def image_locations(self) -> Iterable[tuple[Hashable, str]]:
         for member in self.members:
-            photos = list(member.dataset.image_locations())
-            if len(photos) == len(member.dataset.groups):  # one image each: some may be left out
+            images = list(member.dataset.image_locations())
+            if len(images) == len(member.dataset.groups):  # one image each: some may be left out
                 first_texts = [texts[0] for texts in member.dataset.groups]
-                photos = itertools.compress(photos, np.isin(first_texts, member.texts))
-            for location, name in photos:
+                images = itertools.compress(images, np.isin(first_texts, member.texts))
+            for location, name in images:
                 yield (type(member.dataset), location), name
 
     def contents(self) -> Iterable[np.ndarray | list[Any] | dict[str, Any] | None]:
@@ -183,45 +191,54 @@ class JoinedDataset(VLDataset):
 
     def truths(self) -> Iterable[Any]:
         for member in self.members:
-            is_kept = np.isin(np.arange(len(member.dataset)), member.texts)
-            yield from itertools.compress(member.dataset.truths(), is_kept)
+            is_used = np.isin(np.arange(len(member.dataset)), member.texts)
+            yield from itertools.compress(member.dataset.truths(), is_used)
 
     def sample(self, texts: Sequence[int]) -> Sample:
-        """The given texts about one image, whose id is prefixed with the name of its image set."""
+        """Return some texts about one image, whose id is prefixed with the name of its image set."""
         member, _ = self._find(texts[0])
         sample = member.dataset.sample([self._find(text)[1] for text in texts])
+        images = [self._convert_image(image, member) for image in sample.images]
+        sample_texts = [
+            self._convert_text(text, index, member) for text, index in zip(sample.texts, texts, strict=True)
+        ]
         groups = [self.groups.group_of(texts[0])]
         if len(sample.images) == 1:
-            groups = self._same_image.get((member.images, sample.images[0].id), groups)
+            groups = self._groups_of_image.get((member.images, sample.images[0].id), groups)
+        texts_of_image = list(itertools.chain.from_iterable(self.groups[group] for group in groups))
         return dataclasses.replace(
             sample,
-            images=tuple(self._image(image, member) for image in sample.images),
-            texts=tuple(self._text(text, index, member) for text, index in zip(sample.texts, texts, strict=True)),
+            images=tuple(images),
+            texts=tuple(sample_texts),
             pool=self,
-            own_texts=[text for group in groups for text in self.groups[group]],
+            own_texts=texts_of_image,
             corpus=self.corpus,
         )
 
-    def _text(self, text: SampleText, index: int, member: JoinedPart) -> SampleText:
-        """A text of a part; a part with phrases only has no ground truth for the task."""
+    def _convert_text(self, text: SampleText, index: int, member: JoinedPart) -> SampleText:
+        """Return a part's text as one of the joined data set; if it has phrases only, it lacks the task's truth."""
         has_other_truth = text.truth is not None or not member.dataset.has_truths
         may_lack_target = member.dataset.has_phrases and has_other_truth
         return dataclasses.replace(text, index=index, may_lack_target=may_lack_target)
 
-    def _image(self, image: SampleImage, member: JoinedPart) -> SampleImage:
-        boxes, objects = image.boxes, image.objects
+    def _convert_image(self, image: SampleImage, member: JoinedPart) -> SampleImage:
+        """Return a part's image as one of the joined data set, with its candidate boxes."""
+        boxes = image.boxes
+        objects = image.objects
         if self.class_names is not None and objects is not None and objects.classes is None:
             objects = dataclasses.replace(objects, classes=np.full(len(objects), -1, dtype=np.int64))
         if boxes is None and member.box_reader is not None:
             boxes = member.box_reader.of_part(image.part).read(image.id)
-        space, image_aliases = member.dataset.id_namespace, image.image_aliases
-        if space is not None and not image_aliases:
-            image_aliases = ((space, image.id),)
+        namespace = member.dataset.id_namespace
+        image_aliases = image.image_aliases
+        if namespace is not None and not image_aliases:
+            image_aliases = ((namespace, image.id),)
         return dataclasses.replace(
             image, id=f"{member.images}/{image.id}", boxes=boxes, objects=objects, image_aliases=image_aliases
         )
 
     def _find(self, text: int) -> tuple[JoinedPart, int]:
+        """Return the part that a text is from, and its index in the data set of the part."""
         number = bisect.bisect_right(self.starts, text, hi=len(self.members)) - 1
         member = self.members[number]
         return member, int(member.texts[text - self.starts[number]])
@@ -230,37 +247,40 @@ class JoinedDataset(VLDataset):
 def _locate(
     part: PartSettings, dataset: VLDataset, images: Sequence[ImageKey], *, first_split: int
 ) -> Iterator[tuple[ImageKey, str]]:
-    """Images of a part with their places; parts of one image set have the same images wherever they lie.
+    """Yield the images of a part with their locations; parts of one image set share images wherever they lie.
 
     Args:
         first_split: the index of the part's first split among those of all parts.
     """
     if not images:  # the data set does not list them, or a group has several
         return
-    photo_of = dict(zip(dataset.image_keys(), dataset.image_locations(), strict=True))
+    location_of = dict(zip(dataset.image_keys(), dataset.image_locations(), strict=True))
     for key in images:
-        location, name = photo_of[key]
-        place = f"{location}: {name}" if part.images is None else part.images
-        yield ImageKey(first_split + key.part, key.id), place
+        folder, name = location_of[key]
+        location = f"{folder}: {name}" if part.images is None else part.images
+        yield ImageKey(first_split + key.part, key.id), location
 
 
-def _kept_groups(
+def _select_groups(
     name: str, part: PartSettings, dataset: VLDataset, root: Path
 ) -> tuple[Sequence[Sequence[int]], list[ImageKey]]:
-    """The groups that `only_images` and `without_images` keep, and their images (empty if unknown)."""
+    """Return the groups that `only_images` and `without_images` select, and their images (empty if unknown)."""
     images = list(dataset.image_keys())
     if len(images) != len(dataset.groups):  # ids are unknown, or a group has several images
         images = []
     if part.only_images is None and part.without_images is None:
         return dataset.groups, images
-    ids = [key.id for key in images]
-    require_unique(ids, f"data.config.parts.{name}: only_images and without_images need one image per id; image")
-    only = None if part.only_images is None else set(read_text(root / part.only_images).split())
-    without = set() if part.without_images is None else set(read_text(root / part.without_images).split())
-    kept = [row for row, one in enumerate(ids) if (only is None or one in only) and one not in without]
-    if not kept:
+    image_ids = [key.id for key in images]
+    require_unique(image_ids, f"data.config.parts.{name}: only_images and without_images need one image per id; image")
+    selected_ids = set(image_ids)
+    if part.only_images is not None:
+        selected_ids &= set(read_text(root / part.only_images).split())
+    if part.without_images is not None:
+        selected_ids -= set(read_text(root / part.without_images).split())
+    rows = [row for row, image_id in enumerate(image_ids) if image_id in selected_ids]
+    if not rows:
         raise UserError(
             f"data.config.parts.{name}: no image is left by only_images and without_images; they list ids such as "
-            f"{', '.join(ids[:1]) or 'those of a data set that lists its images'}"
+            f"{', '.join(image_ids[:1]) or 'those of a data set that lists its images'}"
         )
-    return [dataset.groups[row] for row in kept], [images[row] for row in kept]
+    return [dataset.groups[row] for row in rows], [images[row] for row in rows]

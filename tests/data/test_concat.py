@@ -173,7 +173,7 @@ def test_which_texts_may_lack_a_target(settings, monkeypatch, has_phrases, has_t
     member = dataset.members[0]
     monkeypatch.setattr(CaptionDataset, "has_phrases", has_phrases)
     monkeypatch.setattr(CaptionDataset, "has_truths", has_truths)
-    text = dataset._text(SampleText(0, "red", {}, truth), 3, member)
+    text = dataset._convert_text(SampleText(0, "red", {}, truth), 3, member)
     assert (text.index, text.truth, text.may_lack_target) == (3, truth, may_lack)
     again = opened(settings)
     assert (again.has_phrases, again.mixes_phrases) == (has_phrases, has_phrases), "questions have none"
