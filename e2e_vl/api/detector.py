@@ -44,8 +44,9 @@ class TrainedDetector:
         self, device: str | int | torch.device | torch.dtype | None = None, dtype: str | torch.dtype | None = None
     ) -> TrainedDetector:
         """Move the detector to a device, let it compute in another dtype, or both, and return it."""
-        if isinstance(device, torch.dtype):
-            device, dtype = None, device
+        if isinstance(device, torch.dtype):  # `to(torch.bfloat16)`, as for torch's modules
+            dtype = device
+            device = None
         precision = self.dtype if dtype is None else choose_precision(dtype)
         if device is not None:
             self.network.to(choose_device(device))
@@ -96,19 +97,24 @@ class TrainedDetector:
         if boxes is not None and rule != DISPLAY_SELECTION:
             raise UserError("All given boxes are kept; leave out min_score, min_regions and max_regions, or boxes.")
         given_boxes = convert_boxes(boxes)
-        # for `ask`, a tuple is one text's images; here it is a list
-        images = expand_images(list(image) if isinstance(image, tuple) else image)
-        single_images = [image] if images is None else images
-        results = [self.find_regions(to_image_file(single_image), given_boxes, rule) for single_image in single_images]
+        if isinstance(image, tuple):  # for `ask`, a tuple is one text's images; here it is a list
+            image = list(image)
+        images = expand_images(image)
+        is_list = images is not None
+        if not is_list:
+            images = [image]
+        results = [self.find_regions(to_image_file(single_image), given_boxes, rule) for single_image in images]
         for warning in dict.fromkeys(result.warning for result in results if result.warning):
             warnings.warn(warning, stacklevel=stacklevel)
-        return results[0] if images is None else results
+        return results if is_list else results[0]
 
     def find_regions(self, file: ImageFile, given_boxes: AnnotatedObjects | None, rule: SelectionRule) -> ImageRegions:
-        """`regions` without `warnings.warn`."""
+        """Find the regions of one image, as `regions` does, without `warnings.warn`."""
         with computing_in(self.dtype, self.device):
             regions = extract_image(file, self.source, rule, given_boxes)
-        warning = self.source.warning if given_boxes is None else ""
+        warning = ""
+        if given_boxes is None:
+            warning = self.source.warning
         if not warning:
             warning = self.source.drawn_scenes.size_warning(regions.image_size)
         if self.class_names is None:

@@ -97,7 +97,9 @@ class TrainedModel(
             device: see `choose_device`.
             dtype: what the model computes in, see `TrainedModel.dtype`; None: the run's mixed precision.
         """
-        self.config, self.tokenizer, self.source = config, tokenizer, source
+        self.config = config
+        self.tokenizer = tokenizer
+        self.source = source
         self.name = name or ("demo" if source == DEMO else str(source))
         self._dtype = None if dtype is None else choose_precision(dtype)
         self._device = choose_device(device)
@@ -107,25 +109,22 @@ class TrainedModel(
             boxes: find_sure_threshold(self._metrics, config.data.eval_splits, boxes)
             for boxes in (BoxSource.ONLINE, BoxSource.GT)
         }
-        self._dataset, self._options = DATASETS[config.data.name].cls, config.data.config
+        self._dataset = DATASETS[config.data.name].cls
+        self._options = config.data.config
         self._loaders = {
             boxes: build_loader(config, network, None, boxes) for boxes in (BoxSource.ONLINE, BoxSource.GT)
         }
         self._preprocessor = network.task.preprocessor(build_text_tokenizer(config, network, tokenizer))
 
-    def __dir__(self) -> list[str]:
-        """The names for users: not those that only other modules of this package call."""
-        helpers = {"answer_questions", "ask_with_output", "boxes_warning", "check_question", "from_folder"}
-        return [name for name in super().__dir__() if not name.startswith("_") and name not in helpers]
-
     def __repr__(self) -> str:
-        config, size = self.config, self.config.data.resize
-        parameters = sum(one.numel() for one in self.network.parameters())
+        config = self.config
+        size = config.data.resize
+        num_parameters = sum(parameter.numel() for parameter in self.network.parameters())
         rows = {
             "task": config.task.name,
             "detector": f"{config.detector.backend}, {self.network.detector.num_classes} classes",
             "encoder": config.encoder.name,
-            "size": f"{parameters / 1e6:.1f} million parameters",
+            "size": f"{num_parameters / 1e6:.1f} million parameters",
             "images": f"short edge {size.short_edge[-1]}, long edge at most {size.long_edge} pixels",
             "device": self.device,
             "dtype": "" if self.dtype == torch.float32 else str(self.dtype).removeprefix("torch."),
@@ -134,9 +133,11 @@ class TrainedModel(
         scores: dict[str, list[str]] = {}
         for name, value in self._scores().items():
             if not name.detail:
-                scores.setdefault(f"  {name.split}, {name.boxes}: ", []).append(f"{name.metric} {value:.3f}")
-        lines = [f"  {key:9s} {value}" for key, value in rows.items() if value]
-        return "\n".join([f"TrainedModel {self.name}", *lines, *(key + ", ".join(scores[key]) for key in scores)])
+                scores.setdefault(f"{name.split}, {name.boxes}", []).append(f"{name.metric} {value:.3f}")
+        lines = [f"TrainedModel {self.name}"]
+        lines += [f"  {key:9s} {value}" for key, value in rows.items() if value]
+        lines += [f"  {evaluation}: {', '.join(texts)}" for evaluation, texts in scores.items()]
+        return "\n".join(lines)
 
     @property
     def device(self) -> torch.device:
@@ -150,14 +151,17 @@ class TrainedModel(
             return self._dtype
         precision = self.config.train.mixed_precision
         is_slow = precision == "fp16" and self.device.type == "cpu"
-        return torch.float32 if precision == "no" or is_slow else choose_precision(precision)
+        if precision == "no" or is_slow:
+            return torch.float32
+        return choose_precision(precision)
 
     def to(
         self, device: str | int | torch.device | torch.dtype | None = None, dtype: str | torch.dtype | None = None
     ) -> TrainedModel:
         """Move the model to a device, let it compute in another dtype, or both, and return it."""
-        if isinstance(device, torch.dtype):
-            device, dtype = None, device
+        if isinstance(device, torch.dtype):  # `to(torch.bfloat16)`, as for torch's modules
+            dtype = device
+            device = None
         precision = self._dtype if dtype is None else choose_precision(dtype)
         if device is not None:
             self._device = choose_device(device)
@@ -167,9 +171,13 @@ class TrainedModel(
         return self
 
     def _scores(self) -> dict[MetricName, float]:
-        """The run's metrics that measure the model."""
-        names = ((MetricName.read(key), value) for key, value in self._metrics.items() if isinstance(value, float))
-        return {name: value for name, value in names if name is not None and name.measures_model}
+        """Return the run's metrics that measure the model."""
+        scores = {}
+        for key, value in self._metrics.items():
+            name = MetricName.read(key)
+            if isinstance(value, float) and name is not None and name.measures_model:
+                scores[name] = value
+        return scores
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
@@ -222,7 +230,7 @@ class TrainedModel(
         return self._answer_with_warnings([question])[0]
 
     def regions(self, image: Any, **kwargs: Any) -> ImageRegions | list[ImageRegions]:
-        """Regions of the model's detector; see `TrainedDetector.regions`."""
+        """Predict or describe regions with the model's detector; see `TrainedDetector.regions`."""
         self._require_detector()
         return self.detector.regions(image, **kwargs, stacklevel=3)
 
@@ -244,8 +252,9 @@ class TrainedModel(
     def answer_questions(
         self, questions: Sequence[Question], top_k: int | None = None, *, keep_going: bool = False
     ) -> list[Answer | Exception]:
-        """Answer questions without warnings. Questions about the same images and boxes share one detector pass.
+        """Answer questions without warnings.
 
+        Questions about the same images and boxes share one detector pass.
         A batch contains at most `eval.images_per_batch` groups of such questions, all with images of one size: with
         padding, an answer would depend on the other questions.
 
@@ -257,11 +266,13 @@ class TrainedModel(
         for number, question in enumerate(questions):
             key: Any = number
             if self.network.task.batches_questions:
-                images = tuple(one.resolve() if isinstance(one, Path) else one for one in question.images)
-                key = (images, id(question.boxes), id(question.boxes_to_mask))
+                images = [image.resolve() if isinstance(image, Path) else image for image in question.images]
+                key = (tuple(images), id(question.boxes), id(question.boxes_to_mask))
             groups.setdefault(key, []).append(number)
         samples = [self._sample([questions[number] for number in group]) for group in groups.values()]
-        limit = self.config.eval.images_per_batch if self.network.task.batches_questions else 1
+        limit = 1
+        if self.network.task.batches_questions:
+            limit = self.config.eval.images_per_batch
         answers: dict[int, Answer | Exception] = {}
         waiting: list[tuple[list[int], Example]] = []  # question indices and their example
 
@@ -271,9 +282,11 @@ class TrainedModel(
                 [example for _, example in waiting],
                 output_attentions=task.reads_attention or not task.predicts_box,
             )
-            numbers = [number for group, _ in waiting for number in group]
-            found = self._answers([questions[number] for number in numbers], output, top_k)
-            answers.update(zip(numbers, found, strict=True))
+            numbers: list[int] = []
+            for group, _ in waiting:
+                numbers += group
+            batch_answers = self._answers([questions[number] for number in numbers], output, top_k)
+            answers.update(zip(numbers, batch_answers, strict=True))
             waiting.clear()
 
         for group, sample in zip(groups.values(), samples, strict=True):
@@ -294,7 +307,7 @@ class TrainedModel(
     def ask_with_output(
         self, question: Question, change: Callable[[Batch], Batch] | None = None
     ) -> tuple[Answer, ModelOutput]:
-        """The answer to one question, and the model's output with its attention maps.
+        """Return the answer to one question, and the model's output with its attention maps.
 
         `change` is applied to the batch before the forward pass, for example to mask pixels.
         """
@@ -309,14 +322,15 @@ class TrainedModel(
     def _answer_with_warnings(self, questions: Sequence[Question], top_k: int | None = None) -> list[Answer]:
         """Answer questions, with warnings attributed to the caller of the public method."""
         answers = self.answer_questions(questions, top_k)
-        for warning in dict.fromkeys(warning for one in answers for warning in one.warnings):
+        for warning in dict.fromkeys(itertools.chain.from_iterable(answer.warnings for answer in answers)):
             warnings.warn(warning, stacklevel=3)
         return answers
 
     def _sample(self, questions: list[Question]) -> Sample:
-        """A sample with questions about the same images."""
+        """Return a sample with questions about the same images."""
         self._require_detector()
-        data, samples = self.config.data, []
+        data = self.config.data
+        samples = []
         if data.blank_text or data.blank_image:
             missing = "text" if data.blank_text else "image"
             raise UserError(f"{self.name} was trained without the {missing} as a control; use another run.")
@@ -336,7 +350,8 @@ class TrainedModel(
 
     def _read(self, sample: Sample) -> Example:
         """Load and preprocess the images and texts of a sample."""
-        loader = self._loaders[BoxSource.ONLINE if sample.images[0].objects is None else BoxSource.GT]
+        box_source = BoxSource.ONLINE if sample.images[0].objects is None else BoxSource.GT
+        loader = self._loaders[box_source]
         make_generator = functools.partial(random_generator, self.config.seed, 0)
         images = []
         for image in sample.images:
@@ -345,9 +360,9 @@ class TrainedModel(
             except BrokenImageError as error:
                 raise error.__cause__ from None
             size = example.image_transform.original_size
-            for given in (image.boxes, image.objects):
-                if given is not None:
-                    require_inside(given.boxes, size, given.origin, example.name)
+            for objects in (image.boxes, image.objects):
+                if objects is not None:
+                    require_inside(objects.boxes, size, objects.origin, example.name)
             if image.boxes_to_mask is not None:
                 require_inside(image.boxes_to_mask, size, "boxes to mask", example.name)
             images.append(example)
@@ -364,7 +379,9 @@ class TrainedModel(
         """Run the model in its `dtype`; outputs are on the CPU, except for the encoder's."""
         batch = collate(examples, canvas=self.config.data.canvas).to(self.device)
         with computing_in(self.dtype, self.device):
-            output = self.network(batch if change is None else change(batch), output_attentions=output_attentions)
+            if change is not None:
+                batch = change(batch)
+            output = self.network(batch, output_attentions=output_attentions)
         return add_grounded_phrases(output.on_cpu())
 
     @torch.no_grad()
@@ -383,18 +400,22 @@ class TrainedModel(
     def _answer(
         self, question: Question, prediction: Prediction, output: ModelOutput, text: int, top_k: int | None
     ) -> Answer:
-        """The answer to a question, from row `text` of the batch."""
-        batch, regions, task = output.batch, output.text_regions, self.network.task
-        kept = regions.row[text] >= 0
-        names = [name for name, is_kept in zip(class_names_of(output)[text], kept.tolist(), strict=True) if is_kept]
-        boxes = regions.original_boxes(batch.images.scales)[text, kept].numpy()
-        maps, attention = output.encoded.attentions, None
-        if maps is not None and not task.predicts_box:
-            length = batch.texts.input_ids.shape[1]
+        """Return the answer to a question, from row `text` of the batch."""
+        batch = output.batch
+        regions = output.text_regions
+        task = self.network.task
+        is_candidate = regions.row[text] >= 0  # neither the whole image nor padding
+        all_names = class_names_of(output)[text]
+        names = [all_names[row] for row in is_candidate.nonzero()[:, 0].tolist()]
+        boxes = regions.original_boxes(batch.images.scales)[text, is_candidate].numpy()
+        attention = None
+        if output.encoded.attentions is not None and not task.predicts_box:
             position = _answer_position(output, text)
-            rows = torch.stack([one[text, :, position, length : length + len(kept)] for one in maps]).float().cpu()
-            last = next((row for row in rows.flip(0) if row.any()), rows[-1])  # not all maps attend to regions
-            attention = last.mean(dim=0)[kept].numpy()
+            length = batch.texts.input_ids.shape[1]  # regions come after the wordpieces
+            to_regions = slice(length, length + len(is_candidate))
+            maps = [layer[text, :, position, to_regions].float().cpu() for layer in output.encoded.attentions]
+            last = next((heads for heads in reversed(maps) if heads.any()), maps[-1])  # not all maps attend to regions
+            attention = last.mean(dim=0)[is_candidate].numpy()
         sentences = [question.text, *question.choices]
         if question.answer is not None:
             sentences.append(question.answer)
@@ -402,51 +423,65 @@ class TrainedModel(
         unknown = tuple(dict.fromkeys(itertools.chain.from_iterable(unknown_in_each)))
         doubts = tuple(self._doubts(question, unknown, prediction))
         prediction.is_unsure = bool(doubts)
-        ranked, lines = task.ranked(prediction), task.answer_lines(prediction)
-        box = prediction.box if task.predicts_box else None
-        top_answers, top_boxes = ranked[:top_k], [] if box is None else [box]
+        ranked = task.ranked(prediction)
+        lines = task.answer_lines(prediction)
+        answer_text = next(iter(lines), "")
+        if ranked:
+            answer_text = ranked[0][0]
+        box = None
+        top_answers = ranked[:top_k]
+        top_boxes = []
+        if task.predicts_box and prediction.box is not None:
+            box = np.array(prediction.box, dtype=np.float32)
+            top_boxes = [prediction.box]
         if task.predicts_box and top_k is not None:
             candidates = zip(prediction.candidate_boxes, prediction.candidate_scores, strict=True)
-            pairs = sorted(candidates, key=lambda pair: -pair[1])[:top_k]
-            best = [msgspec.structs.replace(prediction, box=own, score=score) for own, score in pairs]
-            top_answers, top_boxes = tuple(task.ranked(one)[0] for one in best), [one.box for one in best]
+            best_candidates = sorted(candidates, key=lambda candidate: -candidate[1])[:top_k]
+            top_boxes = [candidate_box for candidate_box, _ in best_candidates]
+            top_answers = tuple(
+                task.ranked(msgspec.structs.replace(prediction, box=candidate_box, score=score))[0]
+                for candidate_box, score in best_candidates
+            )
+        labelled_boxes = [(label, np.array(corners, np.float32)) for label, corners in task.answer_boxes(prediction)]
         return Answer(
             question=question.text,
-            text=ranked[0][0] if ranked else next(iter(lines), ""),
+            text=answer_text,
             score=task.score_of(prediction),
-            box=None if box is None else np.array(box, dtype=np.float32),
+            box=box,
             top_answers=top_answers,
             top_boxes=np.array(top_boxes, dtype=np.float32).reshape(-1, 4),
             lines=lines,
             boxes=boxes,
-            box_images=regions.image_slot[text, kept].numpy(),
+            box_images=regions.image_slot[text, is_candidate].numpy(),
             box_names=prediction.box_names or names,
             attention=attention,
             unknown_words=unknown,
             warnings=(*doubts, *self._contradictions(prediction, boxes, names)),
-            answer_boxes=[(label, np.array(one, dtype=np.float32)) for label, one in task.answer_boxes(prediction)],
+            answer_boxes=labelled_boxes,
             prediction=prediction,
             images=question.images,
         )
 
     def _doubts(self, question: Question, unknown: Sequence[str], prediction: Prediction) -> Iterator[str]:
-        """Sentences why an answer is unsure: its certainty is low, or the question is unlike those of validation."""
+        """Yield sentences why an answer is unsure: low certainty, or a question unlike those of validation."""
         if question.boxes is None and self.boxes_warning:
             yield self.boxes_warning
-        size_warning = self.config.data.synthetic.size_warning(prediction.image_size) if prediction.image_size else ""
-        if size_warning:
-            yield size_warning
+        if prediction.image_size:
+            size_warning = self.config.data.synthetic.size_warning(prediction.image_size)
+            if size_warning:
+                yield size_warning
         if unknown:
             yield f"Not in the vocabulary of {self.name}: {', '.join(unknown)}; the model does not know these words."
         elif question.boxes_to_mask is None and not has_content(question.text):
             yield "The text names nothing: it has only punctuation, articles or the like."
         certainty = self.network.task.certainty(prediction)
-        threshold = self._sure_thresholds[BoxSource.ONLINE if question.boxes is None else BoxSource.GT]
+        box_source = BoxSource.ONLINE if question.boxes is None else BoxSource.GT
+        threshold = self._sure_thresholds[box_source]
         if certainty is not None and certainty < threshold:
             yield f"Unsure: fewer than {100 * SURE:.0f} % of answers as uncertain as this one were right in validation."
 
     def _contradictions(self, prediction: Prediction, boxes: np.ndarray, names: list[str]) -> Iterator[str]:
-        """A sentence if the first phrase clearly names another class than that of the answer's box.
+        """Yield a sentence if the first phrase clearly names another class than that of the answer's box.
 
         An answer is not called unsure for that: most of them are right on drawn scenes.
 
@@ -454,10 +489,12 @@ class TrainedModel(
             boxes: [R, 4], the candidates.
             names: their R classes.
         """
-        first, box = next(iter(prediction.grounded), None), getattr(prediction, "box", None)
+        first = next(iter(prediction.grounded), None)
+        box = getattr(prediction, "box", None)
         if box is None or first is None or not first.is_clear:
             return
-        named, chosen = (names[np.abs(boxes - one).sum(axis=1).argmin()] for one in (first.box, box))
+        named = names[np.abs(boxes - first.box).sum(axis=1).argmin()]
+        chosen = names[np.abs(boxes - box).sum(axis=1).argmin()]
         if named != chosen and pairwise_iou(np.array([first.box]), np.array([box]))[0, 0] < SAME_REGION:
             yield f"The words '{first.text}' name another region: a {named} at {box_text(first.box)}, not a {chosen}."
 
@@ -493,11 +530,13 @@ class TrainedModel(
     ) -> TrainedModel:
         """Load a run directory of e2e-vl train, or a folder written by `save_pretrained`; `name` is for messages."""
         path = Path(folder)
-        device = choose_device(device)
-        dtype = None if dtype is None else choose_precision(dtype)
-        metrics = path / "metrics.json"
-        found = read_json(metrics, dict[str, Any]) if metrics.is_file() else None
-        return cls(*load_model(path), source=path, name=name, metrics=found, device=device, dtype=dtype)
+        device = choose_device(device)  # a wrong name is an error before the model is loaded
+        if dtype is not None:
+            dtype = choose_precision(dtype)
+        metrics = None
+        if (path / "metrics.json").is_file():
+            metrics = read_json(path / "metrics.json", dict[str, Any])
+        return cls(*load_model(path), source=path, name=name, metrics=metrics, device=device, dtype=dtype)
 
     @classmethod
     def _from_pretrained(
@@ -524,22 +563,27 @@ class TrainedModel(
                 write_json(part / "metrics.json", self._metrics)
 
     def generate_model_card(self, repo_id: str | None = None, license: str | None = None, **more: Any) -> ModelCard:
-        """A model card with the parts of the model, an example and the metrics of its run.
+        """Make a model card with the parts of the model, an example and the metrics of its run.
 
         Args:
             repo_id: the model's name on the hub; None: the name of its folder.
             license: licence of the weights; None: not stated.
             more: further values for the template.
         """
-        config, task = self.config, self.network.task
+        config = self.config
+        task = self.network.task
         data = ModelCardData(library_name="e2e-vl", tags=["vision-and-language", config.task.name], license=license)
         example = f"answer = model.ask({task.example_call})"
         if config.detector.backend == "precomputed":
             example = "# uses precomputed features: run `tools/evaluate.py` or `e2e-vl predict`"
         elif not task.answers_questions:
-            example = 'found = model.regions("photo.jpg")'
+            example = 'regions = model.regions("photo.jpg")'
         elif self._dataset.accepts_answer(self._options):
             example = f'answer = model.ask({task.example_call}, answer="because [1] is happy")'
+        thresholds = {}
+        for boxes, threshold in self._sure_thresholds.items():
+            if math.isfinite(threshold):
+                thresholds[boxes.metric_suffix.replace("_", " ")] = threshold
         return ModelCard.from_template(
             card_data=data,
             template_str=MODEL_CARD,
@@ -551,11 +595,7 @@ class TrainedModel(
             example=example,
             knows=self.knows,
             metrics={str(name): value for name, value in self._scores().items()},
-            thresholds={
-                boxes.metric_suffix.replace("_", " "): value
-                for boxes, value in self._sure_thresholds.items()
-                if math.isfinite(value)
-            },
+            thresholds=thresholds,
             sure=round(100 * SURE),
             **more,
         )
@@ -569,21 +609,26 @@ def _require_unicode(text: str) -> None:
         raise UserError(f"The text {text!a} has characters that are not Unicode; write it in UTF-8.") from error
 
 
-def _largest_size(example: Example) -> tuple[int, ...]:
-    """The largest height and width of the images of an example."""
-    return tuple(map(max, zip(*(image.pixels.shape[:2] for image in example.images), strict=True)))
+def _largest_size(example: Example) -> tuple[int, int]:
+    """Return the largest height and the largest width of the images of an example."""
+    heights = [image.pixels.shape[0] for image in example.images]
+    widths = [image.pixels.shape[1] for image in example.images]
+    return max(heights), max(widths)
 
 
 def _answer_position(output: ModelOutput, text: int) -> int:
-    """Position of the answer: the summary token, the first labelled wordpiece or masked region, or else 0."""
+    """Return the position of the answer: the summary, the first labelled wordpiece or masked region, or else 0."""
     batch = output.batch
     if batch.texts.summary is not None:
         return int(batch.texts.summary[text])
-    labelled = [] if batch.targets is None else batch.targets.labelled_wordpieces(text)
-    if labelled:
-        return labelled[0]
+    if batch.targets is not None:
+        labelled = batch.targets.labelled_wordpieces(text)
+        if labelled:
+            return labelled[0]
     is_masked = output.text_regions.is_masked[text]
-    return batch.texts.input_ids.shape[1] + int(is_masked.int().argmax()) if is_masked.any() else 0
+    if not is_masked.any():
+        return 0
+    return batch.texts.input_ids.shape[1] + int(is_masked.int().argmax())
 
 
 def load(
@@ -593,7 +638,8 @@ def load(
 ) -> TrainedModel:
     """Load a run directory, a saved model folder, or a model of the Hugging Face hub; see `e2e_vl.load`."""
     device = choose_device(device)  # before a download
-    if (folder := find_run(source)) is not None:
+    folder = find_run(source)
+    if folder is not None:
         return TrainedModel.from_folder(folder, device, dtype)
     try:
         folder = snapshot_download(str(source))

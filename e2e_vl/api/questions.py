@@ -44,26 +44,29 @@ def make_questions(image: Any, text: Any, boxes: Any, choices: Any, answer: Any)
         answer, count, lambda value: value is None or is_text(value), "answer must be a string"
     )
     given_boxes = convert_boxes(boxes)
-    groups = [group if isinstance(group, tuple) else (group,) for group in all_images]
+    groups = []  # the images of each question
+    for images_of_question in all_images:
+        groups.append(images_of_question if isinstance(images_of_question, tuple) else (images_of_question,))
     distinct = {id(source): source for source in itertools.chain.from_iterable(groups)}
     files = {key: to_image_file(source) for key, source in distinct.items()}
     questions = []
-    for group, *words in zip(groups, all_texts, all_choices, all_answers, strict=True):
+    for group, question_text, question_choices, given_answer in zip(
+        groups, all_texts, all_choices, all_answers, strict=True
+    ):
         if not group:
             raise UserError("An image is an empty tuple; give one image, or the images that one text is about.")
         first, *others = (files[id(source)] for source in group)
-        question_text, question_choices, given_answer = words
         questions.append(
             Question(first, question_text, given_boxes, tuple(question_choices), given_answer, others=tuple(others))
         )
     return questions, bool(lists)
 
 
-def repeat_for_questions(value: Any, count: int, is_one: Callable[[Any], bool], what: str) -> list[Any]:
-    """A single value `count` times, or a list of `count` values; `what` begins the error message."""
-    if is_one(value):
+def repeat_for_questions(value: Any, count: int, is_single: Callable[[Any], bool], what: str) -> list[Any]:
+    """Return a single value `count` times, or a list of `count` values; `what` begins the error message."""
+    if is_single(value):
         return [value] * count
-    if not isinstance(value, list | tuple) or len(value) != count or not all(map(is_one, value)):
+    if not isinstance(value, list | tuple) or len(value) != count or not all(map(is_single, value)):
         raise UserError(f"{what}, or a list with one for each of the {count} questions.")
     return list(value)
 

@@ -73,12 +73,15 @@ class Answer:
         If the null candidate wins, the first phrase, which names the target, has no box.
         """
         nothing_fits = self.box is None and getattr(self.prediction, "null_score", None) is not None
-        return [
-            msgspec.structs.replace(
-                one, box=None if one.box is None or (nothing_fits and number == 0) else np.array(one.box, np.float32)
-            )
-            for number, one in enumerate(self.prediction.grounded)
-        ]
+        phrases = []
+        for number, phrase in enumerate(self.prediction.grounded):
+            box = phrase.box
+            if nothing_fits and number == 0:
+                box = None
+            if box is not None:
+                box = np.array(box, np.float32)
+            phrases.append(msgspec.structs.replace(phrase, box=box))
+        return phrases
 
     def draw(self, image: int = 0) -> Image.Image:
         """Draw the boxes of the answer, or else the regions with the most attention.
@@ -90,32 +93,40 @@ class Answer:
             image: image index, for a text about several images.
         """
         phrases = self.shown_phrases() if image == 0 else []
-        asked = self.question
+        heading = self.question
         if self.text and not self.answer_boxes:
-            asked += f" -> {self.text}" + (" (unsure)" if self.is_unsure else "")
-        title = "\n".join((asked, *self.warnings))
+            heading += f" -> {self.text}"
+            if self.is_unsure:
+                heading += " (unsure)"
+        title = "\n".join((heading, *self.warnings))
         if self.answer_boxes:
             labels, boxes = map(list, zip(*self.answer_boxes, strict=True))
             return draw_on(self.images[image], boxes, labels, title, phrases=phrases, is_unsure=self.is_unsure)
-        masked = self.prediction.masked_regions  # they are the first candidates
-        covered = [one.box for one in masked]
-        labels = [f"masked: {one.classes[0][0]} {one.classes[0][1]:.2f}" for one in masked]
-        attended = self.attended_regions(image)
-        labels += [label for label, _ in attended]
-        return draw_on(self.images[image], [*covered, *(box for _, box in attended)], labels, title, covered, phrases)
+        boxes = []
+        labels = []
+        for region in self.prediction.masked_regions:  # they are the first candidates
+            class_name, score = region.classes[0]
+            boxes.append(region.box)
+            labels.append(f"masked: {class_name} {score:.2f}")
+        covered = list(boxes)
+        for label, box in self.attended_regions(image):
+            boxes.append(box)
+            labels.append(label)
+        return draw_on(self.images[image], boxes, labels, title, covered, phrases)
 
     def attended_regions(self, image: int = 0) -> list[tuple[str, np.ndarray]]:
-        """(label, box) of the regions of an image with the most attention, highest first; no masked ones."""
+        """Return label and box of the regions of an image with the most attention, highest first; no masked ones."""
         if self.attention is None or not len(self.attention):
             return []
         best = np.argsort(-self.attention, kind="stable")[:MAX_ATTENDED_REGIONS]
         best = best[self.attention[best] >= HIGH_ATTENTION * self.attention.mean()]
-        rows = [row for row in best if row >= len(self.prediction.masked_regions) and self.box_images[row] == image]
+        num_masked = len(self.prediction.masked_regions)  # the first rows
+        rows = [row for row in best if row >= num_masked and self.box_images[row] == image]
         labels = [f"{self.box_names[row]} attention {self.attention[row]:.2f}".strip() for row in rows]
         return list(zip(labels, self.boxes[rows], strict=True))
 
     def _repr_png_(self) -> bytes:
-        """For notebooks."""
+        """Return the content of a PNG file, for notebooks."""
         return self.draw()._repr_png_()
 
     def draw_candidates(self, image: int = 0) -> Image.Image:
@@ -143,19 +154,20 @@ class Answer:
         save_result(path, self.to_dict, functools.partial(self.draw, image))
 
     def shown_phrases(self) -> list[GroundedPhrase]:
-        """The phrases that `draw` shows, in text order: those that are clearly grounded in one region.
+        """Return the phrases that `draw` shows, in text order: those that are clearly grounded in one region.
 
         The first phrase usually refers to the answer itself. If none of the others, such as the landmark of a relation,
         is clear, the one with the best score is shown too. Phrases whose box is a box of the answer are left out.
         """
-        taken = [box for _, box in self.answer_boxes]
-        free = [
-            number
-            for number, one in enumerate(self.phrases)
-            if one.box is not None and not any(np.allclose(one.box, box, atol=0.5) for box in taken)
-        ]
+        free = []  # numbers of the phrases whose boxes are not drawn as the answer's
+        for number, phrase in enumerate(self.phrases):
+            if phrase.box is None:
+                continue
+            is_answer = any(np.allclose(phrase.box, box, atol=0.5) for _, box in self.answer_boxes)
+            if not is_answer:
+                free.append(number)
         best = None
-        if not any(one.is_clear for one in self.phrases[1:]):
+        if not any(phrase.is_clear for phrase in self.phrases[1:]):
             landmarks = [number for number in free if number > 0]
             best = max(landmarks, key=lambda number: self.phrases[number].score, default=None)
         return [self.phrases[number] for number in free if self.phrases[number].is_clear or number == best]
@@ -202,7 +214,7 @@ class ImageRegions:
         return (self[row] for row in range(len(self)))
 
     def __getitem__(self, index: Any) -> Any:
-        """A `Region` for an integer; `ImageRegions` for a slice, a list or an array of indices, or a bool mask."""
+        """Return a `Region` for an integer; `ImageRegions` for a slice, a list or array of indices, or a bool mask."""
         if not isinstance(index, int | np.integer):
             rows = np.arange(len(self))[index]
             return dataclasses.replace(
@@ -237,8 +249,12 @@ class ImageRegions:
 
     def __repr__(self) -> str:
         best = ", ".join(f"{name} {score:.2f}" for name, score in zip(self.names[:3], self.scores, strict=False))
-        size = f"{len(self)} ImageRegions with {self.features.shape[1]} features"
-        return f"<{size}{best and f', best {best}'}{self.warning and f'; {self.warning}'}>"
+        text = f"{len(self)} ImageRegions with {self.features.shape[1]} features"
+        if best:
+            text += f", best {best}"
+        if self.warning:
+            text += f"; {self.warning}"
+        return f"<{text}>"
 
     def draw(self) -> Image.Image:
         """Draw the regions with their classes and scores, except those with very low scores."""
@@ -248,7 +264,7 @@ class ImageRegions:
         return draw_on(self.image, self.boxes[rows], labels, self.warning)
 
     def _repr_png_(self) -> bytes:
-        """For notebooks."""
+        """Return the content of a PNG file, for notebooks."""
         return self.draw()._repr_png_()
 
 
@@ -310,12 +326,12 @@ def draw_on(
 def box_marks(
     labels: Sequence[str], phrases: Sequence[GroundedPhrase], is_unsure: bool = False
 ) -> dict[str, list[Any]]:
-    """`labels`, `colours` and `dashed` of `draw_boxes` for labelled boxes followed by boxes of phrases.
+    """Return `labels`, `colours` and `dashed` of `draw_boxes` for labelled boxes followed by boxes of phrases.
 
     `is_unsure`: the labelled boxes are of an unsure answer.
     """
     return {
         "labels": [*labels, *(phrase.label for phrase in phrases)],
         "colours": choose_box_colours(len(labels), len(phrases)),
-        "dashed": [*[is_unsure] * len(labels), *(not phrase.is_clear for phrase in phrases)],
+        "dashed": [is_unsure] * len(labels) + [not phrase.is_clear for phrase in phrases],
     }

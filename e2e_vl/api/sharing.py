@@ -37,10 +37,12 @@ fewer than {{ sure }} % of such answers were right in validation.
 
 
 def without_absolute_paths(value: Any) -> Any:
-    """A config with absolute paths replaced by file names: they only exist on the training machine."""
+    """Return a config whose absolute paths are replaced by file names: they only exist on the training machine."""
     if isinstance(value, dict):
-        return {key: without_absolute_paths(one) for key, one in value.items()}
+        return {key: without_absolute_paths(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [without_absolute_paths(one) for one in value]
-    is_absolute = isinstance(value, str) and (value.startswith(("/", "~")) or bool(PureWindowsPath(value).drive))
+        return [without_absolute_paths(entry) for entry in value]
+    if not isinstance(value, str):
+        return value
+    is_absolute = value.startswith(("/", "~")) or bool(PureWindowsPath(value).drive)
     return PureWindowsPath(value).name if is_absolute else value
