@@ -91,7 +91,7 @@ def test_the_whole_image_can_be_kept_from_the_sequence(tiny_words, tmp_path, nam
         assert torch.equal(output.encoded.regions.abs().sum(dim=-1) > 0, regions.attention_mask)
         assert [len(boxes) - 1 for boxes in output.regions.boxes] == [len(boxes) for boxes in batch.boxes]
         counts[in_sequence] = count = regions.attention_mask.sum(dim=1)
-        records = model.task.predict(batch, output)
+        records = model.task.predict(output)
         assert output.losses["referring" if name == "refcoco" else "region_class"].count == count.sum()
         if name == "refcoco":
             assert [len(record.candidate_boxes) for record in records] == count.tolist()

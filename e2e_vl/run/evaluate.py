@@ -353,7 +353,7 @@ def predict_texts(
             batch = batch.to(accelerator.device)
             output = model(batch, output_attentions=model.task.reads_attention).on_cpu()
             output = add_grounded_phrases(output)
-            predictions += model.task.predict(output.batch, output)
+            predictions += model.task.predict(output)
             if losses is not None:
                 losses.add(output.task_losses)
     model.train(was_training)

@@ -266,7 +266,7 @@ class Task(nn.Module, abc.ABC):
         """Compute the logits of M texts, and the losses if the batch has targets."""
 
     @abc.abstractmethod
-    def predict(self, batch: Batch, output: ModelOutput) -> list[Prediction]:
+    def predict(self, output: ModelOutput) -> list[Prediction]:
         """One prediction per text, with boxes in pixels of the original image."""
 
     def prediction(self, record: Mapping[str, Any], **answer: Any) -> Prediction:
@@ -277,7 +277,7 @@ class Task(nn.Module, abc.ABC):
 
     def predict_answers(self, output: ModelOutput) -> list[Prediction]:
         """The predictions for users' questions; by default those of `predict`."""
-        return self.predict(output.batch, output)
+        return self.predict(output)
 
     @abc.abstractmethod
     def correctness(self, prediction: Prediction) -> float | None:

@@ -189,8 +189,10 @@ class DetectionTask(Task):
             raise UserError("Detection is trained only with the detection losses; set detector.loss_weight to 1.")
         return TaskOutput(losses={}, logits=text_regions.features.new_zeros(len(batch), 0))
 
-    def predict(self, batch: Batch, output: ModelOutput) -> list[DetectionPrediction]:
-        regions, category_ids = output.regions, batch.targets.category_ids
+    def predict(self, output: ModelOutput) -> list[DetectionPrediction]:
+        batch = output.batch
+        regions = output.regions
+        category_ids = batch.targets.category_ids
         predictions = []
         for row, image in enumerate(batch.image_index[:, 0].tolist()):
             sizes = batch.images.sizes[image].tolist(), batch.images.original_sizes[image].tolist()

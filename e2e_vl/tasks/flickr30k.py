@@ -157,9 +157,11 @@ class Flickr30KTask(Task):
             return torch.einsum("pl,ple->pe", inside / inside.sum(dim=1, keepdim=True), text[owner])
         return text[owner, first if self.config.phrase_state == "first" else end - 1]
 
-    def predict(self, batch: Batch, output: ModelOutput) -> list[Flickr30KPrediction]:
+    def predict(self, output: ModelOutput) -> list[Flickr30KPrediction]:
         """The region with the highest attention for each phrase, and the rank of the best right region if known."""
-        text_regions, spans = output.text_regions, batch.targets.spans
+        batch = output.batch
+        text_regions = output.text_regions
+        spans = batch.targets.spans
         boxes = text_regions.original_boxes(batch.images.scales).detach().cpu().double().numpy()
         shares = output.task.logits.detach().cpu().double().exp().numpy()  # small values would be 0 in float32
         kept = (output.task.logits > -torch.inf).cpu().numpy()

@@ -16,7 +16,7 @@ from torch import Tensor
 from detector.structures import Loss
 from e2e_vl.metrics.gqa import GQAPrediction, belongs, gqa_metrics, grounding, write_submission
 from e2e_vl.samples import CorrectAnswer, ScoredAnswers
-from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TextBatch
+from e2e_vl.structures import EncoderOutput, ModelOutput, TextBatch
 from e2e_vl.tasks.base import PredictionSummary
 from e2e_vl.tasks.question_answering import AnswerLabels, AnswerTargets, AnswerTask, AnswerVocabulary
 
@@ -71,10 +71,10 @@ class GQATask(AnswerTask):
     def make_vocabulary(self, answers: Sequence[str]) -> GQAVocabulary:
         return GQAVocabulary(answers)
 
-    def predict(self, batch: Batch, output: ModelOutput) -> list[GQAPrediction]:
+    def predict(self, output: ModelOutput) -> list[GQAPrediction]:
         """As `AnswerTask.predict`, with `is_valid` and `is_plausible` from the question's choices, and `grounding`
         from the boxes of the objects that it mentions."""
-        predictions = super().predict(batch, output)
+        predictions = super().predict(output)
         for prediction, attended in zip(predictions, self._attended(output), strict=True):
             named = prediction.metadata.pop("named_boxes", None)
             if named is not None and attended is not None:

@@ -169,12 +169,12 @@ class NLVR2Task(Task):
             losses["nlvr2"] = Loss(total=total, count=logits.new_tensor(float(len(label))))
         return TaskOutput(losses=losses, logits=logits)
 
-    def predict(self, batch: Batch, output: ModelOutput) -> list[NLVR2Prediction]:
+    def predict(self, output: ModelOutput) -> list[NLVR2Prediction]:
         logits = output.task.logits
         best, shares = logits.argmax(dim=1).tolist(), logits.softmax(dim=1).tolist()
         return [
             self.prediction(record, prediction=LABELS[is_true], score=max(true, false), true=true)
-            for record, is_true, (false, true) in zip(batch.records, best, shares, strict=True)
+            for record, is_true, (false, true) in zip(output.batch.records, best, shares, strict=True)
         ]
 
     def correctness(self, prediction: NLVR2Prediction) -> float | None:

@@ -226,7 +226,8 @@ class PretrainingTask(Task):
             parts={name: found.logits for name, found in details.items()},
         )
 
-    def predict(self, batch: Batch, output: ModelOutput) -> list[PretrainingPrediction]:
+    def predict(self, output: ModelOutput) -> list[PretrainingPrediction]:
+        batch = output.batch
         found = [{name: ObjectiveCounts(0, 0, []) for name in self.objectives} for _ in range(len(batch))]
         for name, objective in self.objectives.items():
             items: ObjectiveOutput = output.task.details[name]

@@ -215,7 +215,7 @@ class AnswerTask(Task):
             total = F.kl_div(logits.log_softmax(dim=1), scores, reduction="sum")
         return Loss(total=total, count=logits.new_tensor(float(len(logits))))
 
-    def predict(self, batch: Batch, output: ModelOutput) -> list[Prediction]:
+    def predict(self, output: ModelOutput) -> list[Prediction]:
         """Predict the best answer, its `score`, and `top_answers`, best first.
 
         Scores are sigmoids of the logits with the binary loss, and a softmax over all answers with the other losses. Of
@@ -229,7 +229,7 @@ class AnswerTask(Task):
         ranked = logits.masked_fill(unknown, -torch.inf).sort(dim=1, descending=True, stable=True)
         best = ranked.indices[:, :number]
         predictions = []
-        for record, *found in zip(batch.records, best.tolist(), shares.gather(1, best).tolist(), strict=True):
+        for record, *found in zip(output.batch.records, best.tolist(), shares.gather(1, best).tolist(), strict=True):
             top = [(self.answers[answer], score) for answer, score in zip(*found, strict=True)]
             predictions.append(self.prediction(record, answer=top[0][0], score=top[0][1], top_answers=top))
         return predictions

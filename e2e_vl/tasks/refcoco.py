@@ -174,12 +174,14 @@ class ReferringTask(Task):
         each = torch.where(labelled, over_all - over_positive, torch.zeros_like(over_all))
         return Loss(total=each.sum(), count=labelled.sum().float())
 
-    def predict(self, batch: Batch, output: ModelOutput) -> list[ReferringPrediction]:
+    def predict(self, output: ModelOutput) -> list[ReferringPrediction]:
         """Predict the candidate with the highest logit; no box if that is the null candidate.
 
         Its score is the sigmoid of the logit, or with the softmax loss, the softmax over the candidates.
         """
-        logits, text_regions = output.task.logits, output.text_regions
+        batch = output.batch
+        logits = output.task.logits
+        text_regions = output.text_regions
         regions = text_regions.boxes.shape[1]
         candidates = (logits > -torch.inf)[:, :regions]
         if not self.config.no_region_is_miss:

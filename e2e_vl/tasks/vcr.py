@@ -603,19 +603,20 @@ class VCRTask(Task):
         total = F.cross_entropy(scores, classes, reduction="sum") * self.config.region_loss_weight
         return Loss(total=total, count=total.new_full((), len(scores)))
 
-    def predict(self, batch: Batch, output: ModelOutput) -> list[VCRPrediction]:
+    def predict(self, output: ModelOutput) -> list[VCRPrediction]:
         """One prediction per question, with the phrases of the chosen text.
 
         Probabilities are a softmax over the choices for both losses (official code).
         """
         probabilities = output.task.logits.softmax(dim=1).tolist()
         best = output.task.logits.argmax(dim=1).tolist()
-        others = [record for record in batch.records if record.get(ONLY_PHRASES)]
-        own = [record for record in batch.records if not record.get(ONLY_PHRASES)]
-        return [self.prediction(record) for record in others] + [
-            self.prediction(own[CHOICES * number + choice], probabilities=shares, choice=choice)
-            for number, (shares, choice) in enumerate(zip(probabilities, best, strict=True))
-        ]
+        records = output.batch.records
+        choice_records = [record for record in records if not record.get(ONLY_PHRASES)]
+        predictions = [self.prediction(record) for record in records if record.get(ONLY_PHRASES)]
+        for number, (shares, choice) in enumerate(zip(probabilities, best, strict=True)):
+            record = choice_records[CHOICES * number + choice]
+            predictions.append(self.prediction(record, probabilities=shares, choice=choice))
+        return predictions
 
     def correctness(self, prediction: VCRPrediction) -> float | None:
         return None if prediction.label is None else float(prediction.choice == prediction.label)

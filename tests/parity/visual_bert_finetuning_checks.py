@@ -79,7 +79,7 @@ class FineTuned(nn.Module):
 
     def predict(self, batch: Batch, output: TaskOutput) -> list[dict[str, Any]]:
         regions, encoded = self.regions(), self.encoded()
-        return self.task.predict(batch, ModelOutput(output, None, regions, encoded, batch))
+        return self.task.predict(ModelOutput(output, None, regions, encoded, batch))
 
 
 def batch_of(texts: TextBatch, targets: Targets, records: list[dict[str, Any]] | None = None) -> Batch:

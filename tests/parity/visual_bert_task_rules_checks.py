@@ -90,7 +90,7 @@ def test_the_file_of_answers_may_hold_the_unknown_one(data_rules, tmp_path):
         records=[{"question_id": one["question_id"], "question": "what?"} for one in written],
     )
     task = answering(data_rules, unknown_can_win=True)
-    found = task.predict(batch, ModelOutput(TaskOutput({}, logits), None, None, None, batch))
+    found = task.predict(ModelOutput(TaskOutput({}, logits), None, None, None, batch))
     task.write_submission(tmp_path / "result.json", found)
     assert json.loads((tmp_path / "result.json").read_text("utf-8")) == written
 

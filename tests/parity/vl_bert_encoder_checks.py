@@ -258,7 +258,7 @@ def test_refcoco_predictions_never_choose_padding(golden, vl_bert_keys):
     batch = refcoco_batch(golden)
     with torch.no_grad():
         output = model(batch)
-    predictions = model.task.predict(batch, output)
+    predictions = model.task.predict(output)
     assert output.task.logits.argmax(dim=1).tolist() == golden.meta["values"]["refcoco"]["argmax_padding_masked"]
     ours = torch.tensor([prediction.box for prediction in predictions])
     assert_near(ours, recorded["out.pred_boxes_padding_masked"], "pred_boxes_padding_masked")

@@ -195,7 +195,7 @@ def test_vcr_predictions(meta, folder, vcr, vl_bert_keys):
     model, batch = make_model(meta, folder, vcr, vl_bert_keys), make_batch(vcr)
     batch.records = [{"text_index": row // CHOICES, "label": 0} for row in range(len(batch))]
     with torch.no_grad():
-        predictions = model.task.predict(batch, model(batch))
+        predictions = model.task.predict(model(batch))
     assert [one.text_index for one in predictions] == list(range(len(vcr["out.label_logits"])))
     assert [one.choice for one in predictions] == vcr["out.label_logits"].argmax(dim=1).tolist()
     ours = torch.tensor([one.probabilities for one in predictions])

@@ -53,7 +53,7 @@ def test_predictions_are_in_original_pixels_with_category_ids():
     task, batch = DetectionTask(5).eval(), two_images()
     output = run(task, batch)
     assert output.task.losses == {} and output.task.logits.shape == (2, 0)
-    first, second = task.predict(batch, output)
+    first, second = task.predict(output)
     assert (first.image_id, first.boxes, first.scores, first.category_ids) == (22, (), (), ())
     assert second.image_id == 11 and second.boxes == ((20, 40, 220, 120), (0, 0, 400, 200))
     assert second.scores == (0.75, 0.25) and second.category_ids == (30, 4)

@@ -114,7 +114,7 @@ def test_texts_without_regions_or_without_right_ones_have_no_gradient_problem(bo
 
 def test_without_regions_nothing_is_predicted():
     task, batch = make_task(), sentences(FIRST, SECOND)
-    [record, _] = task.predict(batch, run(task, batch, BOXES[:0]))
+    [record, _] = task.predict(run(task, batch, BOXES[:0]))
     assert record.boxes == (None, None) == record.ranks and record.scores == (0, 0)
     assert "no candidate regions" in task.answer_lines(record)[0]
 
@@ -132,7 +132,7 @@ def test_predictions_are_in_pixels_of_the_original_image():
     task, batch = make_task(), sentences(FIRST, SECOND, scale=2.0)
     output = run(task, batch, BOXES * 2)
     output.task.logits = torch.tensor([[0.1, 0.6, 0.2, 0.1], [0.7, 0.1, 0.1, 0.1], [0.1, 0.1, 0.7, 0.1]]).log()
-    first, second = task.predict(batch, output)
+    first, second = task.predict(output)
     assert first.boxes == ((5, 0, 15, 10), (0, 0, 10, 10)) and first.ranks == (1, None)
     assert second.boxes == ((20, 20, 30, 40),) and second.ranks == (0,)
     assert first.scores == pytest.approx([0.6, 0.7])
@@ -143,7 +143,7 @@ def test_predictions_are_in_pixels_of_the_original_image():
     assert described.note == "0 of 2 phrases are right, 1 have no right candidate" and described.group == "people"
     assert described.mistakes == (("people", "another region"), ("people", "no right candidate"))
     unknown = sentences(None, None)
-    [record, _] = task.predict(unknown, run(task, unknown))
+    [record, _] = task.predict(run(task, unknown))
     assert record.ranks is None and task.correctness(record) is None and task.metrics([record]) == {"count": 1}
 
 
@@ -198,5 +198,5 @@ def test_small_shares_keep_their_order():
     task, batch = make_task(), sentences(SECOND, spans=SPANS[1:])
     output = run(task, batch)
     output.task.logits = torch.tensor([[-200.0, -190.0, -150.0, 0.0]])
-    [found] = task.predict(batch, output)
+    [found] = task.predict(output)
     assert found.ranks == (1,)

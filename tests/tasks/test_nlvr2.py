@@ -56,7 +56,7 @@ def test_predictions_and_metrics():
     task, found = make_task(), []
     scores = [[0.0, 2.0], [1.0, 0.0], [1.0, 0.0]]
     for batch, logits in ((sentences(1, 1, 0), scores), (sentences(None), [[0.0, 0.0]])):
-        found += task.predict(batch, output_of(batch, torch.tensor(logits)))
+        found += task.predict(output_of(batch, torch.tensor(logits)))
     first, second, _, third = found
     assert (first.prediction, second.prediction, third.prediction) == ("True", "False", "False")
     assert first.true == pytest.approx(0.8808, abs=1e-4) and second.score == pytest.approx(0.7311, abs=1e-4)
@@ -70,7 +70,7 @@ def test_predictions_and_metrics():
 
 def test_logits_decide_where_their_shares_are_equal():
     batch, logits = sentences(1), torch.tensor([[1e-9, 2e-9]])
-    [found] = make_task().predict(batch, output_of(batch, logits))
+    [found] = make_task().predict(output_of(batch, logits))
     assert found.prediction == "True"
 
 

@@ -57,7 +57,7 @@ def test_predictions_count_captions_only():
     batch = make_batch()
     with torch.no_grad():
         output = model(batch)
-    records = model.task.predict(batch, output)
+    records = model.task.predict(output)
     assert [record.text_index for record in records] == [0, 1, 2]
     counts = {name: [record.objectives[name].count for record in records] for name in model.task.objectives}
     assert counts["masked_words"] == [1, 1, 0] and counts["masked_regions"] == [3, 3, 2]
@@ -69,7 +69,7 @@ def test_predictions_count_captions_only():
     assert set(scores) == {"masked_words", "masked_regions", "relationship"}
     assert scores["masked_regions"] == pytest.approx(sum(own.right for own in regions) / 8)
     batch.records[1] = {}  # an objective's own text about an image, beside those of the data
-    assert [record.text_index for record in model.task.predict(batch, output)] == [0, 2]
+    assert [record.text_index for record in model.task.predict(output)] == [0, 2]
     nothing = PretrainingPrediction(objectives={name: ObjectiveCounts(0, 0) for name in model.task.objectives})
     assert model.task.correctness(nothing) is None and model.task.describe(nothing).answer == "nothing was masked"
 
@@ -81,7 +81,7 @@ def test_what_is_right_is_counted_per_text_and_objective():
     model.task.word_head.bias.data[9] = model.task.relationship.head.bias.data[0] = 100.0
     batch = make_batch()  # words 9 and 8 of texts 0 and 1; texts 0 and 2 match
     with torch.no_grad():
-        records = model.task.predict(batch, model(batch))
+        records = model.task.predict(model(batch))
     assert [record.objectives["masked_words"].right for record in records] == [1, 0, 0]
     assert [record.objectives["relationship"].right for record in records] == [0, 1, 0]
     assert [model.task.correctness(record) for record in records] == [0.5, 0.5, 0.0]

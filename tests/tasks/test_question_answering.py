@@ -69,7 +69,7 @@ def run(task: VQATask, batch: Batch) -> tuple[TaskOutput, torch.Tensor]:
 
 
 def predict(task: AnswerTask, batch: Batch, logits: torch.Tensor) -> list:
-    return task.predict(batch, output_of(batch, logits))
+    return task.predict(output_of(batch, logits))
 
 
 def test_the_summary_decides():
@@ -288,7 +288,7 @@ def test_attention_on_named_boxes_becomes_the_grounding_score(grounding):
     sizes = torch.tensor([[[10.0, 20.0]] * 3])
     regions = regions_of_own_images(torch.zeros(1, 3, 2), boxes, sizes, is_real, torch.zeros(1, 3).long())
     output = ModelOutput(TaskOutput({}, torch.zeros(1, 5)), None, regions, encoded, batch)
-    [record] = task.predict(batch, output)
+    [record] = task.predict(output)
     assert "named_boxes" not in record.metadata
     assert record.grounding == (pytest.approx(0.6 * 1.5 + 0.2 * 0.5) if grounding else None)
     assert task.metrics([record]).get("grounding") == record.grounding

@@ -77,7 +77,7 @@ def predict(task: ReferringTask, scores: list, image_index=((0,), (1,), (1,)), *
     text_regions = gather_regions(regions, batch.images.sizes, batch.image_index, whole_image=whole_image)
     states = encoded(text_regions)
     logits = torch.tensor(scores).masked_fill(task(batch, text_regions, states).logits == -torch.inf, -torch.inf)
-    return task.predict(batch, ModelOutput(TaskOutput({}, logits), regions, text_regions, states, batch))
+    return task.predict(ModelOutput(TaskOutput({}, logits), regions, text_regions, states, batch))
 
 
 def test_binary_loss_is_the_mean_over_all_real_regions():
@@ -141,7 +141,7 @@ def test_the_null_candidate_is_right_where_nothing_fits(loss):
     logits = torch.tensor([[0.0, 1, 2, -torch.inf, 3], [0, 1, 5, 2, 3], [0, 1, 5, 2, 6]])
     made = ModelOutput(TaskOutput({}, logits), regions, text_regions, states, batch)
     shares = logits.sigmoid() if loss == "binary" else logits.softmax(1)
-    none, second, also_none = task.predict(batch, made)
+    none, second, also_none = task.predict(made)
     assert none.box is None and also_none.box is None and second.box is not None
     scores = [one.score for one in (none, second, also_none)]
     assert scores == pytest.approx(shares[[0, 1, 2], [4, 2, 4]].tolist())

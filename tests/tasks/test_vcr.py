@@ -91,7 +91,7 @@ def test_every_region_of_every_choice_is_classified(whole_image):
 def test_one_prediction_per_question():
     task, batch = VCRTask(H).eval(), two_questions([2, 0])
     output, _, _ = run(task, batch)
-    records = task.predict(batch, output_of(batch, output.logits))
+    records = task.predict(output_of(batch, output.logits))
     assert [(record.text_index, record.annot_id) for record in records] == [(0, "val-0"), (1, "val-1")]
     for record, logits in zip(records, output.logits, strict=True):
         assert record.probabilities == pytest.approx(logits.softmax(dim=0).tolist())

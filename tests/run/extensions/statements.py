@@ -76,9 +76,9 @@ class StatementTask(Task):
             losses["statement"] = Loss(total, logits.new_tensor(float(len(logits))))
         return TaskOutput(losses=losses, logits=logits)
 
-    def predict(self, batch: Batch, output: ModelOutput) -> list[StatementPrediction]:
+    def predict(self, output: ModelOutput) -> list[StatementPrediction]:
         shares = output.task.logits.softmax(dim=1)[:, 1].tolist()
-        return [self.prediction(record, true=share) for record, share in zip(batch.records, shares, strict=True)]
+        return [self.prediction(record, true=share) for record, share in zip(output.batch.records, shares, strict=True)]
 
     def correctness(self, prediction: StatementPrediction) -> float:
         return float((prediction.true > 0.5) == prediction.label)
