@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from detector.structures import Detector, Regions
 from e2e_vl.encoders.base import Encoder
-from e2e_vl.region_masking import label_regions, mask_regions, replace_features, truncate_batch
+from e2e_vl.region_masking import replace_features
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, gather_regions
 from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.phrase_head import PhraseHead
@@ -122,14 +122,8 @@ class VisionLanguageModel(nn.Module):
 
     def prepare_regions(self, batch: Batch) -> Batch:
         """The batch with labelled, masked and truncated regions; unchanged for a task without region masking."""
-        rule = self.task.region_masking
-        if rule is None or batch.masked_regions is not None:  # already masked, as in recorded batches
+        masking = self.task.region_masking
+        if masking is None or batch.masked_regions is not None:  # already masked, as in recorded batches
             return batch
-        is_masked = self.task.masks_regions
-        if is_masked or batch.boxes is None:  # a separate detector pass over the unmasked images, without gradients
-            batch = label_regions(batch, self.detector, self.teacher or self.detector, rule, is_required=is_masked)
-        if is_masked:
-            batch = mask_regions(batch, rule)
-        if rule.max_length is not None:
-            batch = truncate_batch(batch, rule.max_length, whole_image=self.encoder.whole_image_is_region)
-        return batch
+        teacher = self.teacher or self.detector
+        return masking.prepare(batch, self.detector, teacher, whole_image=self.encoder.whole_image_is_region)

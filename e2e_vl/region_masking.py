@@ -1,7 +1,7 @@
 """Masked regions: label them, mask them in the pixels or features, and truncate sequences that are too long.
 
 Masked RoI classification (VL-BERT, section 3.3) masks pixels; on saved features only the feature is replaced.
-`e2e_vl/model.py` calls the steps in the order of this file; the detector runs before `replace_features`.
+`RegionMasking` takes the steps in the order of this file; the detector runs before `replace_features`.
 Shape legend: see `e2e_vl/structures.py`.
 """
 
@@ -23,6 +23,35 @@ from e2e_vl.structures import Batch, RegionLabels, RegionMasks, TextBatch
 from e2e_vl.tasks.config import PretrainingConfig
 
 SAME_IOU = 0.5  # a candidate that overlaps a masked box this much is the same object
+
+
+@dataclasses.dataclass(frozen=True)
+class RegionMasking:
+    """How a task labels, masks and truncates the regions of a batch."""
+
+    config: PretrainingConfig
+    predicts_regions: bool  # masked regions are predicted; False: no region is masked
+
+    @property
+    def needs_frozen_teacher(self) -> bool:
+        return self.predicts_regions and self.config.teacher == "frozen"
+
+    def prepare(self, batch: Batch, detector: Detector, teacher: Detector, *, whole_image: bool) -> Batch:
+        """Return a copy of the batch with labelled, masked and truncated regions.
+
+        Args:
+            detector: the model's.
+            teacher: labels the regions; a frozen copy, or the detector itself.
+            whole_image: whole images are part of the sequence.
+        """
+        config = self.config
+        if self.predicts_regions or batch.boxes is None:  # a separate detector pass, without gradients
+            batch = label_regions(batch, detector, teacher, config, is_required=self.predicts_regions)
+        if self.predicts_regions:
+            batch = mask_regions(batch, config)
+        if config.max_length is not None:
+            batch = truncate_batch(batch, config.max_length, whole_image=whole_image)
+        return batch
 
 
 def label_regions(

@@ -8,22 +8,24 @@ from pathlib import Path
 
 import numpy as np
 
-from e2e_vl.tasks.vcr import Submission, VCRPrediction, joint_metrics
+from e2e_vl.tasks.vcr import LeaderboardScores, VCRPrediction, joint_metrics
 
 
-def read_leaderboard(path: Path) -> Submission:
+def read_leaderboard(path: Path) -> LeaderboardScores:
     """The questions in the order of the file."""
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     answers = [[row[f"answer_{a}"] for a in range(4)] for row in rows]
     rationales = [[[row[f"rationale_conditioned_on_a{a}_{r}"] for r in range(4)] for a in range(4)] for row in rows]
     assert all(len(row) == 21 and None not in row.values() for row in rows)
-    return Submission(
+    return LeaderboardScores(
         [row["annot_id"] for row in rows], np.array(answers, dtype=float), np.array(rationales, dtype=float)
     )
 
 
-def score(submission: Submission, answer_labels: Sequence[int], rationale_labels: Sequence[int]) -> dict[str, float]:
+def score(
+    submission: LeaderboardScores, answer_labels: Sequence[int], rationale_labels: Sequence[int]
+) -> dict[str, float]:
     """Its `joint_metrics`: a run chose the rationales for each given answer."""
     answers, reasons = [], []
     labels = answer_labels, rationale_labels

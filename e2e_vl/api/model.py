@@ -387,7 +387,7 @@ class TrainedModel(
     @torch.no_grad()
     def _answers(self, questions: Sequence[Question], output: ModelOutput, top_k: int | None = None) -> list[Answer]:
         task = self.network.task
-        if top_k is not None and task.chooses_answers:
+        if top_k is not None and task.vocabulary_class is not None:
             task = copy.copy(task)  # the parameters are shared
             task.config = msgspec.structs.replace(task.config, top_answers=top_k)
         predictions = task.predict_answers(output)

@@ -232,8 +232,9 @@ class SplitReader:
         self.global_ids: dict[ImageKey, tuple[GlobalImageId, ...]] = {}  # of each image
         self.sizes: dict[ImageKey, tuple[int, int] | None] = {}  # (height, width) of each image's file; None: unknown
         self.task = TASKS[config.task.name].cls
-        chooses_answers = self.task.chooses_answers and self.model is not None
-        self.answers = set(self.model.task.answers) if chooses_answers else None
+        self.answers: set[str] | None = None  # None: the task chooses from no list, or the list cannot be read
+        if self.task.vocabulary_class is not None and self.model is not None:
+            self.answers = set(self.model.task.answer_vocabulary.answers)
         self.loaders: list[ImageLoader] = []  # one for each source of boxes
         self.examples: ExampleDataset | None = None  # encodes texts; None: it cannot be built
         self.text_limit: int | None = None  # wordpieces, with special tokens; None: no limit
@@ -411,7 +412,7 @@ class SplitReader:
         if not has_words and not isinstance(truth, Categories):  # detection has no texts
             self._add_problem(f"text {text.index} of {report.split} is empty ({text.metadata})")
         if self.answers is not None and truth is not None:
-            answers = map(self.task.canonical_answer, _answers_in(truth))
+            answers = map(self.task.vocabulary_class.canonical_answer, _answers_in(truth))
             report.texts_without_known_answer += self.answers.isdisjoint(answers)
         lengths = [] if self.text_limit is None else self._text_lengths(text, objects)
         too_long = [length for length in lengths if length > self.text_limit]
@@ -428,7 +429,7 @@ class SplitReader:
             template = layout.pair
             texts = [_words_of([*text.query, choice], objects) for choice in text.choices]
         else:
-            template = layout.question if self.task.chooses_answers else layout.single
+            template = layout.single if self.task.vocabulary_class is None else layout.question
             texts = [text.words]
         lengths = []
         for words in texts:

@@ -121,8 +121,9 @@ def export_official(folder: Path, output: Path) -> None:
         )
     config, model, _ = load_model(folder)
     lines = None
-    if model.task.chooses_answers:  # before anything is written
-        lines = vocabulary_lines(model.task.answers, model.task.parse_official_answer)
+    vocabulary = model.task.answer_vocabulary
+    if model.task.vocabulary_class is not None:  # before anything is written
+        lines = vocabulary_lines(vocabulary.answers, vocabulary.parse_official_answer)
     left_out = adapters[output.suffix].export(model, config.task.name, output)
     print(f"left out: {len(left_out)}", *(f"  {name}" for name in left_out), f"written: {output}", sep="\n")
     if lines is not None:

@@ -100,15 +100,19 @@ def load_answers(config: RunConfig) -> list[str]:
     Without either, they are the answers to at least `task.config.min_answer_count` questions of the training split. The
     task normalises the spelling of answers from annotations and text files.
     """
-    task, dataset, settings = TASKS[config.task.name].cls, DATASETS[config.data.name].cls, config.task.config
+    vocabulary_class = TASKS[config.task.name].cls.vocabulary_class
+    dataset = DATASETS[config.data.name].cls
+    settings = config.task.config
     if settings.answers is not None and not isinstance(settings.answers, str):
         return list(settings.answers)
     if not has_answers(config):
         given = dataset.answers_of(*open_options(dataset, config.data), config.data.train_split)
-        return count_frequent_answers(given, settings.min_answer_count, task.canonical_answer)
+        return count_frequent_answers(given, settings.min_answer_count, vocabulary_class.canonical_answer)
     path = user_path(settings.answers or Path(config.data.root, config.data.files["answers"]), "task.config.answers")
     answers = read_answers(path)
-    return [task.parse_official_answer(answer) for answer in answers] if path.suffix.lower() == ".txt" else answers
+    if path.suffix.lower() == ".txt":
+        return [vocabulary_class.parse_official_answer(answer) for answer in answers]
+    return answers
 
 
 def count_frequent_answers(most_frequent: Mapping[Any, str], min_count: int, spell: Callable[[str], str]) -> list[str]:
@@ -170,10 +174,10 @@ def build_model(
         encoder.require(ability, f"The task {config.task.name}")
     if tokenizer is not None:
         task.initialise(tokenizer, encoder, detector)
-    knows_order = has_answers(config) or not task.chooses_answers
+    knows_order = has_answers(config) or task.vocabulary_class is None
     for weights in filter(None, (config.task.fallback_weights, config.task.weights)):
         on_start(Start("task", weights, load_task(task, weights, rules, knows_class_order=knows_order)))
-    phrase_head, needs_teacher = None, task.masks_regions and task.region_masking.teacher == "frozen"
+    phrase_head = None
     if config.phrases.weight:
         encoder.require(Ability.INTERMEDIATE_STATES, "phrases.weight")
         if config.phrases.layer > encoder.num_joint_layers:
@@ -187,6 +191,7 @@ def build_model(
             on_start(Start("phrases", config.phrases.weights, report))
     if config.detector.loss_weight == 0:
         detector.freeze_predictions()
+    needs_teacher = task.region_masking is not None and task.region_masking.needs_frozen_teacher
     return VisionLanguageModel(
         detector,
         encoder,
@@ -235,17 +240,11 @@ def build_encoder(config: RunConfig, vocab_size: int, feature_dim: int) -> Encod
 def build_task(config: RunConfig, sizes: Sizes) -> Task:
     """The task with random weights."""
     task_class, settings = TASKS[config.task.name].cls, config.task.config
-    if task_class.chooses_answers:
+    if task_class.vocabulary_class is not None:
         settings = msgspec.structs.replace(settings, answers=load_answers(config))
     if not task_class.sums_objectives:
         return task_class.build(sizes, settings)
-    task = task_class.build(sizes, settings, build_objectives(settings.objectives, sizes))
-    if settings.choices is not None:
-        # use the preprocessor and the mask size of the other task
-        other = TASKS[settings.choices.task].cls.build(sizes, settings.choices.config)
-        task.choice_preprocessor = other.preprocessor
-        task.mask_size, task.mask_at = other.mask_size, other.mask_at
-    return task
+    return task_class.build(sizes, settings, build_objectives(settings.objectives, sizes))
 
 
 def build_objectives(settings: Mapping[str, Any], sizes: Sizes) -> dict[str, Objective]:
@@ -358,7 +357,7 @@ def make_examples(
 def max_text_length(model: VisionLanguageModel) -> int | None:
     """Wordpieces of the longest text that a model can read; None: no limit, or it truncates texts by itself."""
     masking = model.task.region_masking
-    truncates = masking is not None and masking.max_length is not None
+    truncates = masking is not None and masking.config.max_length is not None
     return None if truncates else model.encoder.max_text_length
 
 
@@ -420,14 +419,15 @@ def build_loader(
         flip_probability=data.flip if training else 0.0,
         channel_order=model.detector.config.input.format,
         with_objects=training and config.detector.loss_weight > 0,
-        mask_size=model.task.mask_size,
-        mask_at=model.task.mask_at,
         fill_masks=dataset is not None and dataset.mixes_objects,
         is_blank=data.blank_image,
         blank_boxes=model.task.blind_without_boxes,
         mirror_precomputed=data.mirror_precomputed,
         mean_image_feature=data.mean_image_feature,
     )
+    masks = model.task.instance_masks
+    if masks is not None:
+        rules = dataclasses.replace(rules, mask_size=masks.size, mask_at=masks.at)
     reader = None if dataset is None else open_boxes_of(dataset, data, boxes)
     return ImageLoader(rules, boxes, reader)
 
@@ -471,8 +471,8 @@ def build_run(config: RunConfig, *, writes: bool = True) -> Run:
     tokenizer = build_tokenizer(config, writes=writes)
     starts: list[Start] = []
     model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer, on_start=starts.append)
-    if writes and model.task.chooses_answers and not has_answers(config):
-        write_json(Path(config.output) / ANSWERS_FILE, model.task.answers)
+    if writes and model.task.vocabulary_class is not None and not has_answers(config):
+        write_json(Path(config.output) / ANSWERS_FILE, model.task.answer_vocabulary.answers)
     boxes = config.data.boxes.train
     examples = build_examples(config, model, tokenizer, config.data.train_split, boxes=boxes, training=True)
     check_training_data(config, model, examples)

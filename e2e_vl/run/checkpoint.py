@@ -80,8 +80,8 @@ def save_model(folder: Path, config: RunConfig, model: VisionLanguageModel, toke
         for name, part in _parts(model).items():
             if name != "encoder":
                 save_weights(part.state_dict(), folder / name / "model.safetensors")
-    if model.task.answers:
-        write_json(folder / "task" / ANSWERS_FILE, model.task.answers)
+    if model.task.answer_vocabulary is not None:
+        write_json(folder / "task" / ANSWERS_FILE, model.task.answer_vocabulary.answers)
     save_settings(model.detector, folder / "detector")
     tokenizer.save_pretrained(folder / "tokenizer")
 
@@ -156,7 +156,7 @@ def load_saved_config(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig
 def _with_answers(config: RunConfig, answers: Path) -> Settings:
     """The settings of the task, with the path of the saved answers in them or in those of its objectives."""
     settings = config.task.config
-    if TASKS[config.task.name].cls.chooses_answers:
+    if TASKS[config.task.name].cls.vocabulary_class is not None:
         return replace(settings, answers=str(answers))
     if not answers.is_file():
         return settings

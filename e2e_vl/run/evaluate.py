@@ -438,7 +438,7 @@ def predict_split(
     """Write the task's submission file; called on every process.
 
     Args:
-        second_run_dir: the run for the second half of the file, for a task with `Task.second_run`.
+        second_run_dir: the run for the second half of the file, for a task whose `Submission` has a `second_run`.
 
     Returns:
         Metrics by name (no accuracy without labels), and whether this is the main process.
@@ -448,18 +448,24 @@ def predict_split(
     loaded = [load_model(run_dir, overrides=overrides)]
     config, model, _ = loaded[0]
     task = model.task
-    if task.write_submission is None:
+    submission = model.task.submission
+    if submission is None:
         raise UserError(
             f"{run_dir} was trained for the task '{config.task.name}', which has no submission file; write its "
             "predictions with `e2e-vl evaluate`."
         )
     second_task = None if second_run_dir is None else load_saved_config(second_run_dir).task.name
-    if second_task != (None if task.second_run is None else config.task.name):
-        wanted = "one run" if task.second_run is None else f"two runs of it, the other one as {task.second_run_option}"
-        raise UserError(f"The submission file of the task '{config.task.name}' needs {wanted}.")
+    second_run = submission.second_run
+    if second_run is None and second_task is not None:
+        raise UserError(f"The submission file of the task '{config.task.name}' needs one run.")
+    if second_run is not None and second_task != config.task.name:
+        raise UserError(
+            f"The submission file of the task '{config.task.name}' needs two runs of it, the other one as "
+            f"{second_run.option}."
+        )
     if second_run_dir is not None:
         same = f'train.mixed_precision="{config.train.mixed_precision}"'
-        loaded.append(load_model(second_run_dir, overrides=[*overrides, *task.second_run, same]))
+        loaded.append(load_model(second_run_dir, overrides=[*overrides, *second_run.settings, same]))
     data = [build_examples(*parts, split, boxes=boxes) for parts in loaded]  # errors early
     accelerator = make_accelerator(
         config.train.mixed_precision, tf32=config.train.tf32, max_wait_minutes=config.train.max_wait_minutes
@@ -473,8 +479,8 @@ def predict_split(
         model.cpu()
     metrics = on_main(accelerator, lambda: task.metrics(predictions[0]))
     if len(predictions) == 2:
-        metrics |= on_main(accelerator, lambda: task.joint_metrics(*predictions))
+        metrics |= on_main(accelerator, lambda: second_run.joint_metrics(*predictions))
     if accelerator.is_main_process:
-        task.write_submission(output, *predictions)
+        submission.write(output, *predictions)
     accelerator.wait_for_everyone()
     return named_metrics(metrics, split, boxes), accelerator.is_main_process

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -20,9 +20,12 @@ from detector.structures import Detector
 from e2e_vl.drawing import draw_boxes
 from e2e_vl.examples import Preprocessor
 from e2e_vl.predictions import ONLY_PHRASES, Box, PhrasesOnly, Prediction, Ranked
+from e2e_vl.region_masking import RegionMasking
 from e2e_vl.samples import DatasetInfo, Question, Sample
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
-from e2e_vl.tasks.config import NewLayers, PretrainingConfig
+from e2e_vl.tasks.answers import AnswerVocabulary
+from e2e_vl.tasks.config import MaskAt, NewLayers
+from e2e_vl.tasks.submission import Submission
 from e2e_vl.text import TextTokenizer
 
 # The layers of task heads, and their initialisation
@@ -190,23 +193,31 @@ def phrase_boxes(prediction: Prediction, first: int = 0) -> tuple[list[Box], lis
     return boxes, labels, unsure
 
 
+@dataclasses.dataclass(frozen=True)
+class InstanceMasks:
+    """The instance masks of candidate boxes that a detector reads on its RoI maps."""
+
+    size: int  # cells along a side
+    at: MaskAt  # where the cells are sampled: at their "corners" or "centres"
+
+    @classmethod
+    def from_settings(cls, size: int | None, at: MaskAt) -> InstanceMasks | None:
+        """Return None, which means no masks, for the size None."""
+        return None if size is None else cls(size, at)
+
+
 class Task(nn.Module, abc.ABC):
     """Computes losses, predictions and metrics from a batch and an encoder's output; `build` creates a task."""
 
     predicts_box: ClassVar[bool] = False  # predictions have a `box` with a `score`, chosen from the candidates
-    # writes the predictions of a split, in data set order, in the format of an evaluation server or script; with
-    # `second_run`, the predictions of both runs. None: there is no such format
-    write_submission: ClassVar[Callable[..., None] | None] = None
-    # settings (`key=value`) of a second run that predicts the other half of the submission; None: one run is enough
-    second_run: ClassVar[tuple[str, ...] | None] = None
-    second_run_option: ClassVar[str] = ""  # the command-line option for that run
+    submission: ClassVar[Submission | None] = None  # its submission file; None: there is no such format
     predicts_classes: ClassVar[bool] = False  # its metrics compare the detector's classes with the data set's
     answers_questions: ClassVar[bool] = True  # answers users' questions about an image
     # example arguments of `e2e_vl.load(run).ask`, for model cards
     example_call: ClassVar[str] = '"photo.jpg", "what is in the picture"'
     batches_questions: ClassVar[bool] = True  # answers several questions in one batch
-    # its config has `answers`, a vocabulary that may be built from the data with `min_answer_count`
-    chooses_answers: ClassVar[bool] = False
+    # of a task whose config has `answers`, a vocabulary that may be built from the data with `min_answer_count`
+    vocabulary_class: ClassVar[type[AnswerVocabulary] | None] = None
     sums_objectives: ClassVar[bool] = False  # its config has `objectives`, which are passed to `build`
     blind_without_boxes: ClassVar[bool] = False  # the image-blind control gets no candidate boxes either
     starts_from: ClassVar[HeadInit | None] = None  # initialisation of its head from another task's; None: impossible
@@ -217,12 +228,10 @@ class Task(nn.Module, abc.ABC):
     prediction_class: ClassVar[type[Prediction]] = Prediction  # what `predict` returns
     # the following may be properties that depend on the config
     needs: tuple[Ability, ...] = ()  # abilities that the encoder must have
-    answers: Sequence[str] = ()  # the answer vocabulary, which is saved with the model
-    region_masking: PretrainingConfig | None = None  # how regions are masked and truncated; None: not at all
-    masks_regions: bool = False  # masked regions are predicted
+    answer_vocabulary: AnswerVocabulary | None = None  # None: it chooses from no list of answers
+    region_masking: RegionMasking | None = None  # how regions are masked and truncated; None: not at all
+    instance_masks: InstanceMasks | None = None  # None: no masks
     reads_attention: bool = False  # predictions need the encoder's attention maps
-    mask_size: int | None = None  # size of the instance masks on the RoI maps; None: no masks
-    mask_at: str = "corners"  # where mask cells are sampled: at their "corners" or "centres"
 
     @classmethod
     def build(cls, sizes: Sizes, config: Any) -> Self:
@@ -233,16 +242,6 @@ class Task(nn.Module, abc.ABC):
     def extra_words(cls, config: Any) -> Iterable[str]:
         """Words that the preprocessor adds to texts, for a vocabulary built from the data."""
         return ()
-
-    @classmethod
-    def canonical_answer(cls, answer: str) -> str:
-        """Normalise an annotated answer for an answer vocabulary built from the data."""
-        return answer
-
-    @classmethod
-    def parse_official_answer(cls, line: str) -> str:
-        """Parse a stripped, lower-case line of an official answer file."""
-        return line
 
     @abc.abstractmethod
     def preprocessor(self, text_tokenizer: TextTokenizer) -> Preprocessor:
@@ -286,10 +285,6 @@ class Task(nn.Module, abc.ABC):
     @abc.abstractmethod
     def metrics(self, predictions: list[Prediction]) -> dict[str, float]:
         """The metrics of the predictions for a whole split."""
-
-    def joint_metrics(self, predictions: list[Prediction], second: list[Prediction]) -> dict[str, float]:
-        """Metrics that need the predictions of two runs, see `second_run`; empty if the split has no labels."""
-        return {}
 
     def ranked(self, prediction: Prediction) -> Ranked:
         """The best answers with their scores, best first; empty if answers are not texts."""

@@ -43,6 +43,7 @@ from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, Tex
 from e2e_vl.tasks.base import PredictionSummary, Task, candidate_regions, init_head, load_predicted_image
 from e2e_vl.tasks.config import Flickr30KConfig
 from e2e_vl.tasks.phrase_head import grounding_loss, log_attention_of, overlapping
+from e2e_vl.tasks.submission import Submission
 from e2e_vl.text import TextTokenizer
 
 _BRACKETS = re.compile(r"\[([^\[\]]+)\]")  # phrases in a user's text
@@ -103,7 +104,7 @@ class Flickr30KTask(Task):
 
     prediction_class = Flickr30KPrediction
     metrics = staticmethod(phrase_metrics)
-    write_submission = staticmethod(write_submission)
+    submission = Submission(write_submission)
     example_call = '"photo.jpg", "[a man] in [a red shirt]"'
 
     def __init__(self, hidden_size: int, config: Flickr30KConfig | None = None):

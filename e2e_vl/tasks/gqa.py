@@ -5,7 +5,6 @@ Shape legend: see `e2e_vl/structures.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,8 @@ from e2e_vl.metrics.gqa import GQAPrediction, belongs, gqa_metrics, grounding, w
 from e2e_vl.samples import CorrectAnswer, ScoredAnswers
 from e2e_vl.structures import EncoderOutput, ModelOutput, TextBatch
 from e2e_vl.tasks.base import PredictionSummary
-from e2e_vl.tasks.question_answering import AnswerLabels, AnswerTargets, AnswerTask, AnswerVocabulary
+from e2e_vl.tasks.question_answering import AnswerLabels, AnswerTargets, AnswerTask, QuestionVocabulary
+from e2e_vl.tasks.submission import Submission
 
 
 def attention_to_regions(
@@ -39,7 +39,7 @@ def attention_to_regions(
     return found / found.sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
 
 
-class GQAVocabulary(AnswerVocabulary):
+class GQAVocabulary(QuestionVocabulary):
     """Targets are 1 for the right answer, or the one with the best score, and 0 for all others."""
 
     learns_from = (CorrectAnswer, ScoredAnswers)
@@ -62,14 +62,12 @@ class GQATask(AnswerTask):
     loss_name = "gqa"
     prediction_class = GQAPrediction
     metrics = staticmethod(gqa_metrics)
-    write_submission = staticmethod(write_submission)
+    submission = Submission(write_submission)
+    vocabulary_class = GQAVocabulary
 
     @property
     def reads_attention(self) -> bool:
         return self.config.grounding
-
-    def make_vocabulary(self, answers: Sequence[str]) -> GQAVocabulary:
-        return GQAVocabulary(answers)
 
     def predict(self, output: ModelOutput) -> list[GQAPrediction]:
         """As `AnswerTask.predict`, with `is_valid` and `is_plausible` from the question's choices, and `grounding`

@@ -34,6 +34,7 @@ from e2e_vl.samples import CorrectChoice, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import Head, PredictionSummary, Sizes, Task, Transform
 from e2e_vl.tasks.config import NLVR2Config
+from e2e_vl.tasks.submission import Submission
 from e2e_vl.text import TextTokenizer
 
 IMAGES = (0, 1)  # left and right
@@ -131,7 +132,7 @@ class NLVR2Task(Task):
 
     prediction_class = NLVR2Prediction
     metrics = staticmethod(nlvr2_metrics)
-    write_submission = staticmethod(write_submission)
+    submission = Submission(write_submission)
     blind_without_boxes = True  # the numbers of boxes reveal how many objects there are
     needs = (Ability.SUMMARY_OF_SINGLE, Ability.IMAGE_PAIRS)
     example_call = '("left.jpg", "right.jpg"), "both images show a dog"'

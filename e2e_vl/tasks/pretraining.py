@@ -18,9 +18,12 @@ from transformers import PreTrainedTokenizerBase
 from detector.errors import UserError
 from detector.structures import Detector
 from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, by_name
+from e2e_vl.parts import TASKS
+from e2e_vl.region_masking import RegionMasking
 from e2e_vl.samples import ChoiceText, CorrectChoice, DatasetInfo, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
-from e2e_vl.tasks.base import HeadInit, PredictionSummary, Sizes, Task, Transform, init_head
+from e2e_vl.tasks.answers import AnswerVocabulary
+from e2e_vl.tasks.base import HeadInit, InstanceMasks, PredictionSummary, Sizes, Task, Transform, init_head
 from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.base import (
     MASK,
@@ -148,14 +151,12 @@ class PretrainingTask(Task):
 
     def __init__(self, sizes: Sizes, config: PretrainingConfig, objectives: Mapping[str, Objective]):
         super().__init__()
-        self.config = self.region_masking = config
-        self.masks_regions = any(objective.predicts_regions for objective in objectives.values())
+        self.config = config
+        predicts_regions = any(objective.predicts_regions for objective in objectives.values())
+        self.region_masking = RegionMasking(config, predicts_regions)
         if config.word_start == "bias":
             self.starts_from = dataclasses.replace(type(self).starts_from, copies={WORD_BIAS: WORD_BIAS})
-        self.mask_size, self.mask_at = config.mask_size, config.mask_at
         self.objectives = dict(objectives)  # registered as modules below
-        # for questions with choices; set when the task is built
-        self.choice_preprocessor: Callable[[TextTokenizer], Preprocessor] | None = None
         self.wordpieces = [f"wordpiece {number}" for number in range(sizes.vocab_size)]  # until `initialise`
         self.word_head = None
         if any(objective.reads_words for objective in objectives.values()):
@@ -166,19 +167,27 @@ class PretrainingTask(Task):
             init_head([self.region_transform["dense"]], "normal")
         for name, objective in objectives.items():
             self.add_module(name, objective)
+        self.instance_masks = InstanceMasks.from_settings(config.mask_size, config.mask_at)
+        # for questions with choices: the preprocessor and the masks of another task, which is no part of this one
+        self.choice_preprocessor: Callable[[TextTokenizer], Preprocessor] | None = None
+        if config.choices is not None:
+            choice_task = TASKS[config.choices.task].cls.build(sizes, config.choices.config)
+            self.choice_preprocessor = choice_task.preprocessor
+            self.instance_masks = choice_task.instance_masks
 
     @classmethod
     def build(cls, sizes: Sizes, config: PretrainingConfig, objectives: Mapping[str, Objective]) -> Self:
         return cls(sizes, config, objectives)
 
     @property
-    def answers(self) -> Sequence[str]:
-        return next((objective.answers for objective in self.objectives.values() if objective.answers), ())
+    def answer_vocabulary(self) -> AnswerVocabulary | None:
+        vocabularies = [objective.answer_vocabulary for objective in self.objectives.values()]
+        return next((vocabulary for vocabulary in vocabularies if vocabulary is not None), None)
 
     @property
     def needs(self) -> tuple[Ability, ...]:
         needs = [ability for objective in self.objectives.values() for ability in objective.needs]
-        if self.masks_regions and not self.config.mask_pixels:
+        if self.region_masking.predicts_regions and not self.config.mask_pixels:
             needs.append(Ability.MASKED_FEATURES)
         return tuple(dict.fromkeys(needs))
 
@@ -191,7 +200,7 @@ class PretrainingTask(Task):
 
     def question(self, question: Question) -> Sample:
         masks_boxes = question.boxes_to_mask is not None and len(question.boxes_to_mask) > 0
-        can_mask = self.masks_regions
+        can_mask = self.region_masking.predicts_regions
         if (masks_boxes and not can_mask) or not (masks_boxes or MASK in question.text):
             boxes = ", or mask boxes" if can_mask else "; it was pre-trained without masked regions, so mask no boxes"
             raise UserError(f"This run predicts masked words: write {MASK} in the text{boxes}.")

@@ -1,6 +1,6 @@
 """Base classes of tasks with an answer vocabulary: classification of the summary of question and image.
 
-The vocabulary is saved with the task. Subclasses define targets (`AnswerVocabulary.labels_of`) and metrics.
+The vocabulary is saved with the task. Subclasses define targets (`QuestionVocabulary.labels_of`) and metrics.
 Shape legend: see `e2e_vl/structures.py`.
 """
 
@@ -27,6 +27,7 @@ from e2e_vl.metrics.vqa import UNKNOWN, VQAPrediction
 from e2e_vl.predictions import Prediction, Ranked
 from e2e_vl.samples import DatasetInfo, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
+from e2e_vl.tasks.answers import AnswerVocabulary
 from e2e_vl.tasks.base import Head, HeadInit, Sizes, Task, Transform
 from e2e_vl.tasks.config import AnswerConfig
 from e2e_vl.text import TextTokenizer, simplify_answer
@@ -51,17 +52,10 @@ class AnswerLabels(NamedTuple):
     record: dict[str, Any]  # the ground truth, stored in predictions
 
 
-class AnswerVocabulary(abc.ABC):
-    """An answer vocabulary, see `AnswerConfig`."""
+class QuestionVocabulary(AnswerVocabulary, abc.ABC):
+    """An answer vocabulary with the labels of annotated questions, see `AnswerConfig`."""
 
     learns_from: ClassVar[tuple[type, ...]]  # see `Preprocessor.learns_from`
-
-    def __init__(self, answers: Sequence[str]) -> None:
-        self.answers = [str(answer) for answer in answers]
-        self.class_of: dict[str, int] = {}
-        for number, answer in enumerate(self.answers):
-            if answer != UNKNOWN:
-                self.class_of.setdefault(answer, number)
 
     @abc.abstractmethod
     def labels_of(self, truth: Any, *, mirrored: bool = False) -> AnswerLabels | None:
@@ -87,7 +81,7 @@ class AnswerPreprocessor(Preprocessor):
     In flipped images "left" and "right" are swapped (official VL-BERT code).
     """
 
-    answers: AnswerVocabulary
+    answers: QuestionVocabulary
 
     @property
     def learns_from(self) -> tuple[type, ...]:
@@ -113,7 +107,7 @@ class AnswerPreprocessor(Preprocessor):
 class AnswerTask(Task):
     """Scores each answer from the summary of question and image; the answer with the highest score is predicted."""
 
-    chooses_answers = True
+    vocabulary_class: ClassVar[type[QuestionVocabulary]]
     blind_without_boxes = True  # the number of boxes reveals the answer to "how many"
     # pre-trained with question answering (LXMERT), or without (VL-BERT)
     starts_from = HeadInit(
@@ -127,6 +121,7 @@ class AnswerTask(Task):
         super().__init__()
         self.config = config
         self.answer_vocabulary = self.make_vocabulary(config.answers)
+        self.answers = self.answer_vocabulary.answers
         width = config.head_width * summary_size if config.hidden_layer else summary_size
         transform = Transform(summary_size, norm=True, width=width) if config.hidden_layer else None
         self.head = Head(width, len(self.answers), config.dropout, config.new_layers, transform=transform)
@@ -137,13 +132,9 @@ class AnswerTask(Task):
     def build(cls, sizes: Sizes, config: AnswerConfig) -> Self:
         return cls(sizes.summary_size, config)
 
-    @abc.abstractmethod
-    def make_vocabulary(self, answers: Sequence[str]) -> AnswerVocabulary:
+    def make_vocabulary(self, answers: Sequence[str]) -> QuestionVocabulary:
         """Build the answer vocabulary of this task."""
-
-    @property
-    def answers(self) -> list[str]:
-        return self.answer_vocabulary.answers
+        return self.vocabulary_class(answers)
 
     @property
     def needs(self) -> tuple[Ability, ...]:

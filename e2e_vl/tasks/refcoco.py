@@ -47,6 +47,7 @@ from e2e_vl.tasks.base import (
     phrase_boxes,
 )
 from e2e_vl.tasks.config import ReferringConfig
+from e2e_vl.tasks.submission import Submission
 from e2e_vl.text import TextTokenizer
 
 NOTHING = "nothing fits"  # the answer of the null candidate
@@ -94,7 +95,7 @@ class ReferringTask(Task):
     predicts_box = True
     prediction_class = ReferringPrediction
     example_call = '"photo.jpg", "the small red circle"'
-    write_submission = staticmethod(write_submission)
+    submission = Submission(write_submission)
     starts_from = HeadInit(
         copies={"masked_regions.transform.": "head.transform."}, random=("head.output.", "null_head.")
     )

@@ -39,8 +39,18 @@ from e2e_vl.samples import (
     Sentence,
 )
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
-from e2e_vl.tasks.base import Head, HeadInit, PredictionSummary, Sizes, Task, Transform, load_predicted_image
+from e2e_vl.tasks.base import (
+    Head,
+    HeadInit,
+    InstanceMasks,
+    PredictionSummary,
+    Sizes,
+    Task,
+    Transform,
+    load_predicted_image,
+)
 from e2e_vl.tasks.config import NEUTRAL_NAMES, VCRConfig
+from e2e_vl.tasks.submission import SecondRun, Submission
 from e2e_vl.text import TextEncoding, TextTokenizer, truncate_fronts
 
 # Metrics and the leaderboard file. Q->A and QA->R are accuracies of the arg-max, and Q->AR is the share of questions
@@ -74,7 +84,7 @@ class VCRPrediction(Prediction, kw_only=True):
         return [name for name, _ in self.named_boxes]
 
 
-class Submission(NamedTuple):
+class LeaderboardScores(NamedTuple):
     """The contents of the leaderboard file."""
 
     annot_ids: list[str]  # U, unique
@@ -87,18 +97,20 @@ def write_submission(path: Path, answers_run: Sequence[VCRPrediction], rationale
     write_leaderboard(path, join_predictions(answers_run, rationales_run))
 
 
-def write_leaderboard(path: Path, submission: Submission) -> None:
+def write_leaderboard(path: Path, scores: LeaderboardScores) -> None:
     """Write the leaderboard file: a header, and a row of 21 columns per question with scores in full precision."""
     with atomic_file(path) as part, part.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
-        for annot_id, answers, rationales in zip(*submission, strict=True):
-            scores = np.concatenate([answers, rationales.reshape(-1)])
-            writer.writerow([annot_id, *(repr(float(score)) for score in scores)])
+        for annot_id, answers, rationales in zip(*scores, strict=True):
+            row = np.concatenate([answers, rationales.reshape(-1)])
+            writer.writerow([annot_id, *(repr(float(score)) for score in row)])
 
 
-def join_predictions(answers_run: Sequence[VCRPrediction], rationales_run: Sequence[VCRPrediction]) -> Submission:
-    """Join the predictions of a Q->A run and of a QA->R run with condition_on=each. Returns the submission, in the
+def join_predictions(
+    answers_run: Sequence[VCRPrediction], rationales_run: Sequence[VCRPrediction]
+) -> LeaderboardScores:
+    """Join the predictions of a Q->A run and of a QA->R run with condition_on=each. Returns the scores, in the
     order of `answers_run`.
     """
     answers, rationales = _by_question(answers_run, "answer"), _by_question(rationales_run, "rationale")
@@ -110,7 +122,7 @@ def join_predictions(answers_run: Sequence[VCRPrediction], rationales_run: Seque
             f"There is no rationale prediction for the question {annot_id} with answer {answer}, and for "
             f"{len(missing) - 1} more; predict rationales of the same split with data.config.condition_on=each."
         )
-    return Submission(
+    return LeaderboardScores(
         [annot_id for annot_id, _ in answers],
         np.array([one.probabilities for one in answers.values()], dtype=np.float64).reshape(-1, CHOICES),
         np.array([rationales[key].probabilities for key in wanted], dtype=np.float64).reshape(-1, CHOICES, CHOICES),
@@ -120,8 +132,10 @@ def join_predictions(answers_run: Sequence[VCRPrediction], rationales_run: Seque
 def joint_metrics(answers_run: Sequence[VCRPrediction], rationales_run: Sequence[VCRPrediction]) -> dict[str, float]:
     """Accuracies "Q->A", "QA->R" and "Q->AR" of a Q->A run and a QA->R run on the same split, as fractions.
 
-    Rationales for a wrong answer are not counted.
+    Rationales for a wrong answer are not counted. Empty if the split has no labels.
     """
+    if any(prediction.label is None for prediction in answers_run):
+        return {}
     answers, rationales = _by_question(answers_run, "answer"), _by_question(rationales_run, "rationale")
     pairs = [(one, rationales[one.annot_id, one.label]) for one in answers.values()]
     answer, rationale = np.array([[one.choice == one.label for one in pair] for pair in pairs]).T
@@ -487,9 +501,11 @@ class VCRTask(Task):
     boxes=["person:10,20,80,200", "person:90,30,160,210"],
     choices=["[1] told a joke", "[0] is tired", "it is raining", "[1] has left"]"""
     prediction_class = VCRPrediction
-    write_submission = staticmethod(write_submission)
-    second_run = ("data.config.condition_on=each",)  # rationales, given each of the four answers
-    second_run_option = "--rationale-run"
+    submission = Submission(
+        write_submission,
+        # rationales, given each of the four answers
+        SecondRun(("data.config.condition_on=each",), "--rationale-run", joint_metrics),
+    )
     copies_first_segment = True
     starts_from = HeadInit(
         copies={"masked_regions.transform.": "region_classifier.transform."},
@@ -502,6 +518,7 @@ class VCRTask(Task):
         self.config = config = config or VCRConfig()
         self.head = Head(summary_size or hidden_size, None, config.dropout, config.new_layers)
         self.region_classifier = None
+        self.instance_masks = InstanceMasks.from_settings(config.mask_size, config.mask_at)
         if config.region_loss_weight > 0:
             transform, sizes = Transform(hidden_size), (hidden_size, config.num_classes)
             self.region_classifier = Head(*sizes, config.region_dropout, config.initializer_range, transform=transform)
@@ -514,14 +531,6 @@ class VCRTask(Task):
     def needs(self) -> tuple[Ability, ...]:
         words = (Ability.NAMED_REGIONS,) if self.config.ground_words else ()
         return (Ability.SUMMARY_OF_PAIR, *words)
-
-    @property
-    def mask_size(self) -> int | None:
-        return self.config.mask_size
-
-    @property
-    def mask_at(self) -> str:
-        return self.config.mask_at
 
     @classmethod
     def extra_words(cls, config: VCRConfig) -> Iterable[str]:
@@ -652,9 +661,6 @@ class VCRTask(Task):
             "" if label in (None, choice) else f"the right choice has {shares[label]:.2f}",
             prediction.family or "",
         )
-
-    def joint_metrics(self, predictions: list[VCRPrediction], second: list[VCRPrediction]) -> dict[str, float]:
-        return {} if any(one.label is None for one in predictions) else joint_metrics(predictions, second)
 
     def ranked(self, prediction: VCRPrediction) -> Ranked:
         pairs = zip(prediction.choices, prediction.probabilities, strict=True)

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from e2e_vl.metrics.vqa import (
     UNKNOWN,
     VQAPrediction,
@@ -21,11 +23,12 @@ from e2e_vl.metrics.vqa import (
 )
 from e2e_vl.samples import CorrectAnswer, HumanAnswers, ScoredAnswers
 from e2e_vl.tasks.base import PredictionSummary
-from e2e_vl.tasks.question_answering import AnswerLabels, AnswerTask, AnswerVocabulary
+from e2e_vl.tasks.question_answering import AnswerLabels, AnswerTask, QuestionVocabulary
+from e2e_vl.tasks.submission import Submission
 from e2e_vl.text import swap_left_right
 
 
-class VQAVocabulary(AnswerVocabulary):
+class VQAVocabulary(QuestionVocabulary):
     """Targets are the soft scores of human answers (with `normalised`, of normalised answers), or given scores.
 
     In flipped images, "left" and "right" are swapped in answers too (official VL-BERT code).
@@ -36,6 +39,18 @@ class VQAVocabulary(AnswerVocabulary):
     def __init__(self, answers: Sequence[str], *, normalised: bool = False) -> None:
         super().__init__(answers)
         self.normalised = normalised
+
+    @classmethod
+    @override
+    def canonical_answer(cls, answer: str) -> str:
+        """Normalise an answer as BAN's tool for answer vocabularies does."""
+        return vocabulary_answer(answer)
+
+    @classmethod
+    @override
+    def parse_official_answer(cls, line: str) -> str:
+        """Apply the punctuation step of the official evaluation (official VL-BERT code)."""
+        return line if line == UNKNOWN else strip_punctuation(line)
 
     def labels_of(self, truth: Any, *, mirrored: bool = False) -> AnswerLabels | None:
         """The best answer is the first with the highest score, or the most frequent one."""
@@ -65,20 +80,12 @@ class VQATask(AnswerTask):
     loss_name = "vqa"
     prediction_class = VQAPrediction
     metrics = staticmethod(vqa_metrics)
-    write_submission = staticmethod(write_submission)
+    submission = Submission(write_submission)
+    vocabulary_class = VQAVocabulary
 
+    @override
     def make_vocabulary(self, answers: Sequence[str]) -> VQAVocabulary:
         return VQAVocabulary(answers, normalised=self.config.normalised_targets)
-
-    @classmethod
-    def canonical_answer(cls, answer: str) -> str:
-        """As in BAN's tool for answer vocabularies."""
-        return vocabulary_answer(answer)
-
-    @classmethod
-    def parse_official_answer(cls, line: str) -> str:
-        """Applies the punctuation step of the official evaluation (official VL-BERT code)."""
-        return line if line == UNKNOWN else strip_punctuation(line)
 
     def correctness(self, prediction: VQAPrediction) -> float | None:
         return prediction.accuracy

@@ -207,9 +207,10 @@ def _start_from_other(task: Task, source: CheckpointPart, rule: HeadInit) -> Loa
     if rule.answer_rows is not None and (found := moved(*rule.answer_rows)):
         start, to = rule.answer_rows
         theirs = _answers_beside(source.path)
-        tensors |= {name: select_answer_rows(value, theirs, task.answers, name) for name, value in found.items()}
-        count = sum(simplify_answer(answer) in theirs for answer in task.answers)
-        copied.append(f"{start[:-1]} rows of {count} of {len(task.answers)} answers -> {to[:-1]}")
+        ours = task.answer_vocabulary.answers
+        tensors |= {name: select_answer_rows(value, theirs, ours, name) for name, value in found.items()}
+        count = sum(simplify_answer(answer) in theirs for answer in ours)
+        copied.append(f"{start[:-1]} rows of {count} of {len(ours)} answers -> {to[:-1]}")
     random = [name for name in own if name.startswith(rule.random) and not name.startswith(tuple(copies.values()))]
     report = load_weights(task, tensors, source.path, allow_missing=random, layout=source.layout)
     read = (*copies, *(rule.difference or ())[:1], *(rule.answer_rows or ())[:1])
@@ -276,7 +277,9 @@ def check_vocabulary(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> No
 def check_answers(folder: Path, task: Task) -> None:
     """Raise a UserError if the head in `folder` has other answers, or the same answers in another order."""
     path = folder / ANSWERS_FILE
-    if task.chooses_answers and path.is_file() and read_answers(path) != task.answers:
+    if task.vocabulary_class is None or not path.is_file():
+        return
+    if read_answers(path) != task.answer_vocabulary.answers:
         raise UserError(
             f"{path}: the head was trained with other answers than those of this run, or in another order; set "
             f"task.config.answers={path}."

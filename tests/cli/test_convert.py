@@ -20,7 +20,7 @@ from e2e_vl.config import RunConfig, save_config
 from e2e_vl.data.answer_lists import read_answers
 from e2e_vl.run.build import build_model, build_tokenizer
 from e2e_vl.run.checkpoint import load_model, save_model
-from e2e_vl.tasks.vqa import VQATask
+from e2e_vl.tasks.vqa import VQAVocabulary
 from e2e_vl.weights.vl_bert import OfficialVLBert
 from tests.cli.calls import refused
 from tests.detector.published import load_detector
@@ -125,15 +125,15 @@ def test_answers_are_written_beside_a_model_of_vqa(settings, tmp_path, capsys):
 def test_answers_that_are_spelled_alike_are_written_as_lines_that_are_read_back(tmp_path):
     """An official file may have several lines that its code reads as one answer; each keeps its class."""
     (tmp_path / "official.txt").write_text("<unk>\nt shirt\nt-shirt\nyes\nt/shirt\nu.s.\nus\nred, white\n")
-    answers = [VQATask.parse_official_answer(line) for line in read_answers(tmp_path / "official.txt")]
+    answers = [VQAVocabulary.parse_official_answer(line) for line in read_answers(tmp_path / "official.txt")]
     assert len(set(answers)) == len(answers) - 3
-    lines = tool.vocabulary_lines(answers, VQATask.parse_official_answer)
+    lines = tool.vocabulary_lines(answers, VQAVocabulary.parse_official_answer)
     assert lines == ["<unk>", "t shirt", "t-shirt", "yes", "t shirt.", "us", "us.", "red white"]
     (tmp_path / "again.txt").write_text("".join(f"{line}\n" for line in lines))
-    assert [VQATask.parse_official_answer(line) for line in read_answers(tmp_path / "again.txt")] == answers
+    assert [VQAVocabulary.parse_official_answer(line) for line in read_answers(tmp_path / "again.txt")] == answers
     for answers in (["<unk>", "t - shirt"], ["no", "<unk>", "<unk>"], ["two\nlines"]):
         with pytest.raises(UserError, match=rf"Answer {len(answers) - 1} is .* task\.config\.answers"):
-            tool.vocabulary_lines(answers, VQATask.parse_official_answer)
+            tool.vocabulary_lines(answers, VQAVocabulary.parse_official_answer)
 
 
 @pytest.mark.parametrize(

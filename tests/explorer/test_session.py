@@ -228,7 +228,7 @@ def test_a_run_that_answers_questions(vqa_run):
     explorer = Explorer(e2e_vl.load(vqa_run, device="cpu"))
     record = predictions_of(vqa_run)[0]
     asked = ask(explorer, record["file_name"], record["text"])
-    assert asked.before.answer.text in explorer.model.network.task.answers and len(asked.before) > 1
+    assert asked.before.answer.text in explorer.model.network.task.answer_vocabulary.answers and len(asked.before) > 1
     assert draw_answer(asked, asked.before) is not None and draw_regions(with_item(asked, 1)) is not None
     masked = explorer.mask(asked, range(len(asked.before)))
     assert masked.after.answer.text and masked.after.answer.score != asked.before.answer.score

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from detector.errors import UserError
-from e2e_vl.tasks.vcr import COLUMNS, Submission, VCRPrediction, joint_metrics, write_submission
+from e2e_vl.tasks.vcr import COLUMNS, LeaderboardScores, VCRPrediction, joint_metrics, write_submission
 from tests.leaderboard import prediction, read_leaderboard, score
 
 BEST = np.eye(4)
 
 
 def test_the_first_of_equal_scores_wins():
-    equal = Submission(["a"], np.ones((1, 4)), np.ones((1, 4, 4)))
+    equal = LeaderboardScores(["a"], np.ones((1, 4)), np.ones((1, 4, 4)))
     assert [score(equal, [label], [0])["Q->A"] for label in (0, 1)] == [1, 0]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from e2e_vl.data.vcr import VCRQuestion, find_relevant_objects, read_metadata, read_questions
-from e2e_vl.tasks.vcr import Submission, write_leaderboard
+from e2e_vl.tasks.vcr import LeaderboardScores, write_leaderboard
 from tests.leaderboard import read_leaderboard, score
 from tests.parity.evaluation_common import folder_of
 
@@ -43,9 +43,11 @@ def test_vcr_accuracies_of_predictions(root, expected, questions, labels):
     assert predictions["annot_id"] == annot_ids
     given_right = np.array(predictions["rationale_probs"])  # [U, 4]
     found = annot_ids, np.array(predictions["answer_probs"]), given_right[:, None].repeat(4, axis=1)
-    assert score(Submission(*found), *labels) == {key: expected[key] for key in ("Q->A", "QA->R", "Q->AR")}
+    assert score(LeaderboardScores(*found), *labels) == {key: expected[key] for key in ("Q->A", "QA->R", "Q->AR")}
     for row, hits in enumerate(expected["hits"]):
-        alone = score(Submission(*(one[row : row + 1] for one in found)), *(one[row : row + 1] for one in labels))
+        alone = score(
+            LeaderboardScores(*(one[row : row + 1] for one in found)), *(one[row : row + 1] for one in labels)
+        )
         assert [found[0][row], *(alone[key] == 1 for key in ("Q->A", "QA->R", "Q->AR"))] == hits
 
 
@@ -54,7 +56,7 @@ def test_vcr_accuracies_of_the_leaderboard_file(root, expected, questions, label
     submission = read_leaderboard(root / "submission.csv")
     assert sorted(submission.annot_ids) == sorted(annot_ids)
     rows = [submission.annot_ids.index(annot_id) for annot_id in annot_ids]
-    ours = Submission(annot_ids, submission.answers[rows], submission.rationales[rows])
+    ours = LeaderboardScores(annot_ids, submission.answers[rows], submission.rationales[rows])
     assert score(ours, *labels) == expected["from_submission_csv_re_derived"]
 
 

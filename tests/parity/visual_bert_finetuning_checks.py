@@ -125,7 +125,7 @@ def test_vqa(visual_golden):
     assert_near(output.logits, arrays["out.logits"].flatten(0, 1), "vqa.logits")
     assert_near(output.losses["vqa"].mean, arrays["out.loss"], "vqa.loss")
     assert float(output.losses["vqa"].mean) == pytest.approx(values["loss"], rel=RELATIVE)
-    answers = model.task.answers
+    answers = model.task.answer_vocabulary.answers
     found = [answers.index(one.answer) for one in model.predict(batch, output)]
     assert found == arrays["out.argmax_without_unk"].tolist()
     scores = arrays["in.label"][range(len(found)), found]

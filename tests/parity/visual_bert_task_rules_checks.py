@@ -91,7 +91,7 @@ def test_the_file_of_answers_may_hold_the_unknown_one(data_rules, tmp_path):
     )
     task = answering(data_rules, unknown_can_win=True)
     found = task.predict(ModelOutput(TaskOutput({}, logits), None, None, None, batch))
-    task.write_submission(tmp_path / "result.json", found)
+    task.submission.write(tmp_path / "result.json", found)
     assert json.loads((tmp_path / "result.json").read_text("utf-8")) == written
 
 

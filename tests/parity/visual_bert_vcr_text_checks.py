@@ -159,7 +159,7 @@ def test_masks_of_objects(data_rules, settings):
 
 def test_the_shipped_settings_are_the_recorded_ones(settings):
     network = DetectorConfig.from_yaml(ROOT / "configs/detector/r2c_R_50.yaml")
-    assert network.map_size == VCRTask(8, settings.task.config).mask_size
+    assert network.map_size == VCRTask(8, settings.task.config).instance_masks.size
     second = load_config(ROOT / "configs/vcr/visual_bert_qa2r.yaml", ["data.root=DATA"])
     assert (settings.train.epochs, second.train.epochs) == (8, 12)
     assert msgspec.structs.replace(second.train, epochs=settings.train.epochs) == settings.train

@@ -109,7 +109,7 @@ def test_vqa_inputs_logits_and_loss(golden, vl_bert_keys, name):
     assert float(recorded["out.loss"]) == pytest.approx(values["loss"], rel=1e-6)
     batch.records = [{} for _ in range(len(batch))]
     answers = [prediction.answer for prediction in model.task.predict(output)]
-    assert answers == [model.task.answers[number] for number in values["argmax"]]
+    assert answers == [model.task.answer_vocabulary.answers[number] for number in values["argmax"]]
 
 
 @pytest.mark.parametrize("name", VARIANTS)

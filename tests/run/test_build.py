@@ -36,7 +36,7 @@ from e2e_vl.run.checkpoint import load_model, save_model
 from e2e_vl.run.evaluate import evaluate_run
 from e2e_vl.run.train import train
 from e2e_vl.tasks.config import VQAConfig
-from e2e_vl.tasks.refcoco import ReferringTask
+from e2e_vl.tasks.gqa import GQATask
 from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.text import load_tokenizer
 from e2e_vl.weights.vl_bert import OfficialVLBert
@@ -125,7 +125,7 @@ def test_a_list_is_ordered_by_count_then_alphabet():
     ("task", "built", "read"),
     [
         (VQATask, ["2 3", "box"], ["<unk>", "t  shirt"]),
-        (ReferringTask, ["2 3", "Two, three", "the box"], ["<unk>", "t - shirt"]),  # as any task without a spelling
+        (GQATask, ["2 3", "Two, three", "the box"], ["<unk>", "t - shirt"]),  # as any task without a spelling
     ],
 )
 def test_the_task_spells_the_answers(tiny_config, monkeypatch, tmp_path, task, built, read):

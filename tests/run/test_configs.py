@@ -65,7 +65,7 @@ def test_files_of_accelerate_are_for_any_machine(path):
 def without_files(config: RunConfig, answers: int = 2) -> RunConfig:
     """Settings of a model that starts at random, with a list of answers if it needs one, which comes with the data."""
     replace, task, answers = msgspec.structs.replace, config.task.config, ["yes", *map(str, range(1, answers))]
-    if TASKS[config.task.name].cls.chooses_answers:
+    if TASKS[config.task.name].cls.vocabulary_class is not None:
         task = replace(task, answers=answers)
     if config.task.name == "pretraining":
         image_qa = replace(task.objectives["image_qa"], answers=answers)
@@ -111,7 +111,7 @@ def test_the_model_of_a_run_can_be_built_and_missing_data_are_named(path, tmp_pa
             truths=lambda: [CorrectAnswer("yes"), CorrectChoice(1), HumanAnswers(("yes",))],
         )
         task.check_data(dataset, model.detector)
-    has_teacher = is_pretraining and task.config.teacher == "frozen" and task.masks_regions
+    has_teacher = is_pretraining and task.config.teacher == "frozen" and task.region_masking.predicts_regions
     assert (model.teacher is not None) == has_teacher
 
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red"]))

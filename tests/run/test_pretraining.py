@@ -217,7 +217,7 @@ def test_a_saved_model_keeps_the_answers_of_pretraining(settings, tmp_path):
     save_model(tmp_path / "saved", config, model, tokenizer)
     listed.unlink()
     _, loaded, _ = load_model(tmp_path / "saved")
-    assert model.task.answers == loaded.task.answers == ("dog", "red")
+    assert model.task.answer_vocabulary.answers == loaded.task.answer_vocabulary.answers == ["dog", "red"]
     assert same(loaded.task, model.task)
 
 

@@ -99,7 +99,7 @@ def test_vqa(vqa_run, tmp_path):
     shutil.copytree(vqa_run, moved)
     (moved / "answers.json").unlink()  # a run needs neither its old place nor the data to answer
     _, model, _ = load_model(moved, overrides=["data.root=nowhere"])
-    assert model.task.answers == answers and model.task.head.output.out_features == len(answers)
+    assert model.task.answer_vocabulary.answers == answers and model.task.head.output.out_features == len(answers)
     again, path = evaluate_run(moved, split="val", boxes="gt", output=tmp_path / "p.json")
     assert again["val/accuracy_gt_boxes"] == metrics["val/accuracy_gt_boxes"]
     records = read_json(path)
@@ -208,7 +208,7 @@ def test_the_first_phase_trains_the_network_and_the_next_goes_on_with_it(tmp_pat
     metrics = train(config)
     assert {"val/masked_words_gt_boxes", "val/relationship_gt_boxes"} <= set(metrics)
     _, model, _ = load_model(tmp_path / "run")
-    assert type(model.detector).__name__ == "R2CNetwork" and model.task.mask_size == 14
+    assert type(model.detector).__name__ == "R2CNetwork" and model.task.instance_masks.size == 14
 
     before = model.detector.state_dict()
     tuned = replaced(

@@ -102,7 +102,8 @@ def test_an_encoder_needs_what_the_objectives_read():
 
 
 def test_only_objectives_on_regions_mask_them():
-    assert make_task("masked_regions").masks_regions and not make_task("masked_words").masks_regions
+    assert make_task("masked_regions").region_masking.predicts_regions
+    assert not make_task("masked_words").region_masking.predicts_regions
 
 
 CORNER = [[6.0, 6.0, 40.0, 40.0]]
@@ -294,7 +295,7 @@ def choices_of(task, tiny, index: int = 0, epoch: int = 0, config: VCRConfig | N
 
 def test_a_random_choice_is_encoded_by_the_other_task(tiny):
     task = choice_task(tiny.tokenizer, probability=0.0)
-    assert task.mask_size == 7
+    assert task.instance_masks.size == 7
     choices = choices_of(task, tiny, config=VCRConfig(**WORDS))
     shown = set()
     for epoch in range(40):

@@ -87,7 +87,7 @@ def put_together(
     for ability in task.needs:
         encoder.require(ability, "The task")
     task.initialise(None, encoder, detector)
-    has_copy = task.masks_regions and task.region_masking.teacher == "frozen"
+    has_copy = task.region_masking.needs_frozen_teacher
     return VisionLanguageModel(detector, encoder, task, teacher=copy.deepcopy(detector) if has_copy else None)
 
 

@@ -22,6 +22,7 @@ from e2e_vl.examples import Targets
 from e2e_vl.predictions import Prediction, Ranked
 from e2e_vl.samples import DatasetInfo, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions
+from e2e_vl.tasks.answers import AnswerVocabulary
 from e2e_vl.tasks.base import Sizes, Transform, init_head
 from e2e_vl.tasks.config import ObjectiveConfig, PretrainingConfig
 from e2e_vl.text import TextEncoding, TextTokenizer
@@ -159,7 +160,7 @@ class Objective(nn.Module, abc.ABC):
     # gets the region states after a `Transform` that is shared by all such objectives
     transforms_regions: ClassVar[bool] = False
 
-    answers: Sequence[str] = ()  # its answer vocabulary, which is saved with the model
+    answer_vocabulary: AnswerVocabulary | None = None  # None: it chooses from no list of answers
 
     def __init__(self, sizes: Sizes, config: ObjectiveConfig):
         super().__init__()

@@ -19,6 +19,7 @@ from e2e_vl.examples import Targets, stacked
 from e2e_vl.metrics.vqa import soft_scores
 from e2e_vl.samples import ChoiceText, CorrectAnswer, CorrectChoice, DatasetInfo, HumanAnswers, ScoredAnswers
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
+from e2e_vl.tasks.answers import AnswerVocabulary
 from e2e_vl.tasks.base import Head, Transform, init_head
 from e2e_vl.tasks.config import ImageQAConfig, PretrainingConfig, RelationshipConfig
 from e2e_vl.tasks.objectives.base import (
@@ -208,19 +209,19 @@ class ImageQA(Objective):
         super().__init__(sizes, config)
         if not isinstance(config.answers, list):
             raise UserError(f"{config.key('answers')} is missing; set it to an answer vocabulary, or to its file.")
-        self.answers: Sequence[str] = tuple(config.answers)
+        self.answer_vocabulary = AnswerVocabulary(config.answers)
         width = config.head_width * sizes.summary_size
         transform = Transform(sizes.summary_size, norm=True, width=width)
-        self.head = Head(width, len(self.answers), 0.0, "normal", transform=transform)
+        self.head = Head(width, len(self.answer_vocabulary), 0.0, "normal", transform=transform)
 
     def preprocessor(self, text_tokenizer: TextTokenizer) -> AnswerSampling:
-        class_of = {answer: number for number, answer in enumerate(self.answers)}
+        class_of = {answer: number for number, answer in enumerate(self.answer_vocabulary.answers)}
         return AnswerSampling(text_tokenizer, class_of, uses_best=self.config.label == "best")
 
     def check(self, info: DatasetInfo | None, detector: Detector, masking: PretrainingConfig) -> None:
         if info is None:
             return
-        listed = set(self.answers)
+        listed = set(self.answer_vocabulary.answers)
         if not any(
             simplify_answer(answer) in listed for truth in info.truths() for answer in truth_scores(truth) or ()
         ):
@@ -238,4 +239,4 @@ class ImageQA(Objective):
         return classified(self.config.weight, index, logits, targets.answer[index])
 
     def class_names(self, output: ModelOutput, wordpieces: Sequence[str], masking: PretrainingConfig) -> Sequence[str]:
-        return self.answers
+        return self.answer_vocabulary.answers

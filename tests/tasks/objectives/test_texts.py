@@ -358,4 +358,5 @@ def test_a_list_with_a_known_answer_is_needed(tokenizer):
         objective.check(SimpleNamespace(truths=lambda: [None, ScoredAnswers({"horse": 1.0})]), None, None)
     with pytest.raises(UserError, match=r"image_qa\.answers is missing"):
         image_qa(answers=None)
-    assert list(make_task(tokenizer, image_qa={"weight": 1.0, "answers": ANSWERS}).answers) == ANSWERS
+    task = make_task(tokenizer, image_qa={"weight": 1.0, "answers": ANSWERS})
+    assert task.answer_vocabulary.answers == ANSWERS
