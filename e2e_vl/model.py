@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from detector.structures import Detector, Regions
 from e2e_vl.encoders.base import Encoder
 from e2e_vl.region_masking import replace_features
-from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, gather_regions
+from e2e_vl.structures import Ability, Batch, EncoderOutput, MaskingBatch, ModelOutput, TextRegions, gather_regions
 from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.phrase_head import PhraseHead
 
@@ -95,24 +95,25 @@ class VisionLanguageModel(nn.Module):
     ) -> tuple[Regions, TextRegions, EncoderOutput]:
         """Run detector and encoder; returns the regions per image and per text, and the encoder's output."""
         whole_image = self.encoder.uses_whole_image
+        masking = batch.masking or MaskingBatch()
         classes = {"box_classes": batch.region_labels.classes} if self.detector.reads_classes else {}
         regions = self.detector(
             batch.images,
             batch.boxes,
             batch.detection_targets,
-            pixel_masks=batch.pixel_masks,
+            pixel_masks=masking.pixel_masks,
             roi_masks=batch.roi_masks,
             whole_image=whole_image,
             **classes,
         )
-        regions = replace_features(regions, batch.masked_regions, whole_image=whole_image)
+        regions = replace_features(regions, masking.masked_regions, whole_image=whole_image)
         text_regions = gather_regions(
             regions,
             batch.images.sizes,
             batch.image_index,
             whole_image=whole_image,
-            masks=batch.masked_regions,
-            limit=batch.region_limit,
+            masks=masking.masked_regions,
+            limit=masking.region_limit,
         )
         layer = {} if intermediate_layer is None else {"intermediate_layer": intermediate_layer}
         encoded = self.encoder(batch.texts, text_regions, output_attentions=output_attentions, **layer)
@@ -122,8 +123,9 @@ class VisionLanguageModel(nn.Module):
 
     def prepare_regions(self, batch: Batch) -> Batch:
         """The batch with labelled, masked and truncated regions; unchanged for a task without region masking."""
-        masking = self.task.region_masking
-        if masking is None or batch.masked_regions is not None:  # already masked, as in recorded batches
+        rule = self.task.region_masking
+        is_masked = batch.masking is not None and batch.masking.masked_regions is not None  # as in recorded batches
+        if rule is None or is_masked:
             return batch
         teacher = self.teacher or self.detector
-        return masking.prepare(batch, self.detector, teacher, whole_image=self.encoder.whole_image_is_region)
+        return rule.prepare(batch, self.detector, teacher, whole_image=self.encoder.whole_image_is_region)

@@ -19,7 +19,7 @@ from detector.boxes import pairwise_iou
 from detector.errors import UserError
 from detector.images import mask_pixels, mask_rectangles
 from detector.structures import Detector, ImageBatch, Regions, evaluation_mode
-from e2e_vl.structures import Batch, RegionLabels, RegionMasks, TextBatch
+from e2e_vl.structures import Batch, MaskingBatch, RegionLabels, RegionMasks, TextBatch
 from e2e_vl.tasks.config import PretrainingConfig
 
 SAME_IOU = 0.5  # a candidate that overlaps a masked box this much is the same object
@@ -59,7 +59,7 @@ def label_regions(
 ) -> Batch:
     """A copy of the batch with candidate boxes, and with labels from a file or from the teacher.
 
-    The teacher sees the whole images. Boxes that a user wants masked (`Batch.boxes_to_mask`) become the first
+    The teacher sees the whole images. Boxes that a user wants masked (`MaskingBatch.boxes_to_mask`) become the first
     candidates, and others that overlap one of them with an IoU of 0.5 or more are dropped.
 
     Args:
@@ -68,20 +68,23 @@ def label_regions(
         is_required: an error if there are no labels.
     """
     boxes, labels = batch.boxes, batch.region_labels
+    boxes_to_mask = None if batch.masking is None else batch.masking.boxes_to_mask
     uses_detector = rule.teacher != "file"
     is_unlabelled = labels.class_probs is None and labels.detected_classes is None
-    if not uses_detector and is_required and batch.boxes_to_mask is None and is_unlabelled:
+    if not uses_detector and is_required and boxes_to_mask is None and is_unlabelled:
         raise UserError(
             "task.config.teacher is file, but the data come without class distributions; set it to frozen or current."
         )
-    if boxes is None and (batch.boxes_to_mask is not None or not uses_detector):
+    if boxes is None and (boxes_to_mask is not None or not uses_detector):
         boxes, labels = describe_regions(teacher if uses_detector else detector, batch.images, None, rule)
-    if batch.boxes_to_mask is not None:
-        candidates, boxes = boxes, []
-        for own, masked in zip(candidates, batch.boxes_to_mask, strict=True):
-            if len(masked) and len(own):
-                own = own[(pairwise_iou(own, masked) < SAME_IOU).all(dim=1)]
-            boxes.append(torch.cat([masked, own]))
+    if boxes_to_mask is not None:
+        candidates = boxes
+        boxes = []
+        for image_boxes, masked in zip(candidates, boxes_to_mask, strict=True):
+            others = image_boxes
+            if len(masked) and len(image_boxes):
+                others = image_boxes[(pairwise_iou(image_boxes, masked) < SAME_IOU).all(dim=1)]
+            boxes.append(torch.cat([masked, others]))
         labels = RegionLabels()
     if uses_detector:
         classes = labels.classes  # annotated, so they are not replaced
@@ -129,21 +132,15 @@ def mask_regions(batch: Batch, rule: PretrainingConfig) -> Batch:
             "task.config.mask_pixels to false and encoder.config.masked_region_feature to true."
         )
     device = batch.images.pixels.device
-    if batch.boxes_to_mask is None:
-        counts, drawn = [len(rows) for rows in batch.boxes], []
-        for count, generator in zip(counts, _image_generators(batch), strict=True):
-            labelled, masked, replaced = sample_masked_regions(
-                count, generator, rule.region_probability, rule.mask_probability, rule.replace_probability
-            )
-            drawn.append((labelled, masked, sample_replacements(replaced, counts, generator)))
-        chosen = RegionMasks(*([torch.from_numpy(rows) for rows in column] for column in zip(*drawn, strict=True)))
-        if not rule.replace_probability:
-            chosen.replacement_index = None
+    masking = batch.masking or MaskingBatch()
+    if masking.boxes_to_mask is None:
+        chosen = _draw_regions(batch, rule)
     else:
-        pairs = zip(batch.boxes, batch.boxes_to_mask, strict=True)
+        pairs = zip(batch.boxes, masking.boxes_to_mask, strict=True)
         first = [torch.arange(len(rows)) < len(masked) for rows, masked in pairs]
         chosen = RegionMasks(first, first)
-    images, pixel_masks = batch.images, batch.pixel_masks
+    images = batch.images
+    pixel_masks = masking.pixel_masks
     if rule.mask_pixels:
         boxes = torch.cat(batch.boxes).cpu().split([len(rows) for rows in batch.boxes])
         rectangles = [
@@ -164,7 +161,24 @@ def mask_regions(batch: Batch, rule: PretrainingConfig) -> Batch:
             means.append((rows * shown[:, None]).sum(dim=0) / (shown.sum() + 1e-5))
         precomputed = dataclasses.replace(images.precomputed, image_features=torch.stack(means))
         images = dataclasses.replace(images, precomputed=precomputed)
-    return dataclasses.replace(batch, images=images, masked_regions=chosen, pixel_masks=pixel_masks)
+    masking = dataclasses.replace(masking, masked_regions=chosen, pixel_masks=pixel_masks)
+    return dataclasses.replace(batch, images=images, masking=masking)
+
+
+def _draw_regions(batch: Batch, rule: PretrainingConfig) -> RegionMasks:
+    """Draw the regions of every image that are labelled, masked and replaced."""
+    counts = [len(rows) for rows in batch.boxes]
+    is_labelled: list[Tensor] = []
+    is_masked: list[Tensor] = []
+    replacement_index: list[Tensor] = []
+    for count, generator in zip(counts, _image_generators(batch), strict=True):
+        labelled, masked, replaced = sample_masked_regions(
+            count, generator, rule.region_probability, rule.mask_probability, rule.replace_probability
+        )
+        is_labelled.append(torch.from_numpy(labelled))
+        is_masked.append(torch.from_numpy(masked))
+        replacement_index.append(torch.from_numpy(sample_replacements(replaced, counts, generator)))
+    return RegionMasks(is_labelled, is_masked, replacement_index if rule.replace_probability else None)
 
 
 def sample_masked_regions(
@@ -201,12 +215,14 @@ def sample_replacements(
 
 def _image_generators(batch: Batch) -> list[np.random.Generator]:
     """One generator per image; its seed is that of the first text about the image, or 0."""
-    seeds = torch.randint(2**62, (len(batch),)) if batch.seeds is None else batch.seeds
-    found: dict[int, int] = {}
+    seeds = None if batch.masking is None else batch.masking.seeds
+    if seeds is None:
+        seeds = torch.randint(2**62, (len(batch),))
+    seed_of: dict[int, int] = {}
     for seed, images in zip(seeds.tolist(), batch.image_index.tolist(), strict=True):
         for image in images:
-            found.setdefault(image, seed)
-    return [np.random.default_rng(found.get(image, 0)) for image in range(len(batch.boxes))]
+            seed_of.setdefault(image, seed)
+    return [np.random.default_rng(seed_of.get(image, 0)) for image in range(len(batch.boxes))]
 
 
 def replace_features(regions: Regions, masks: RegionMasks | None, *, whole_image: bool) -> Regions:
@@ -231,19 +247,22 @@ def truncate_batch(batch: Batch, limit: int, *, whole_image: bool) -> Batch:
     """
     lengths = batch.texts.lengths.tolist()
     counts = [len(rows) + whole_image for rows in batch.boxes]
-    kept, limits = [], []
+    text_lengths: list[int] = []
+    limits: list[list[int]] = []
     for length, images in zip(lengths, batch.image_index.tolist(), strict=True):
-        own = [counts[image] if image >= 0 else 0 for image in images]
-        text, regions = truncated_lengths(length, sum(own), limit)
-        kept.append(text)
-        while sum(own) > regions:
-            own[max(range(len(own)), key=lambda image: (own[image], image))] -= 1
-        limits.append([max(number - whole_image, 0) for number in own])
-    texts, index = truncate_texts(batch.texts, torch.tensor(kept, dtype=torch.int64))
+        region_counts = [counts[image] if image >= 0 else 0 for image in images]
+        text_length, regions = truncated_lengths(length, sum(region_counts), limit)
+        text_lengths.append(text_length)
+        while sum(region_counts) > regions:
+            fullest = max(range(len(region_counts)), key=lambda slot: (region_counts[slot], slot))
+            region_counts[fullest] -= 1
+        limits.append([max(count - whole_image, 0) for count in region_counts])
+    texts, index = truncate_texts(batch.texts, torch.tensor(text_lengths, dtype=torch.int64))
     targets = None if batch.targets is None else batch.targets.truncate(index, texts.attention_mask)
     phrases = None if batch.phrases is None else batch.phrases.truncate(index, texts.attention_mask)
-    limits = torch.tensor(limits, dtype=torch.int64).reshape(batch.image_index.shape)
-    return dataclasses.replace(batch, texts=texts, targets=targets, phrases=phrases, region_limit=limits)
+    region_limit = torch.tensor(limits, dtype=torch.int64).reshape(batch.image_index.shape)
+    masking = dataclasses.replace(batch.masking or MaskingBatch(), region_limit=region_limit)
+    return dataclasses.replace(batch, texts=texts, targets=targets, phrases=phrases, masking=masking)
 
 
 def truncated_lengths(text_length: int, region_count: int, limit: int) -> tuple[int, int]:

@@ -116,10 +116,24 @@ class RegionMasks(Movable):
 
 
 @dataclasses.dataclass
+class MaskingBatch(Movable):
+    """What only region masking needs to know of a batch, and what it decides."""
+
+    on_host = frozenset({"seeds", "region_limit", "pixel_masks"})
+
+    seeds: Int64[Tensor, " M"] | None = None  # of the random choices that the model makes about a text; on the CPU
+    boxes_to_mask: list[Float[Tensor, "_Q 4"]] | None = None  # mask exactly these; None: drawn at random
+    masked_regions: RegionMasks | None = None  # candidate boxes that are masked and predicted
+    pixel_masks: list[Float[Tensor, "_Q 4"]] | None = None  # boxes whose pixels are masked first; on the CPU
+    # a text reads only the first candidate boxes of each image; on the CPU
+    region_limit: Int64[Tensor, "M I"] | None = None
+
+
+@dataclasses.dataclass
 class Batch(Movable):
     """Images, texts, and the images that each text refers to."""
 
-    on_host = frozenset({"image_index", "seeds", "region_limit", "pixel_masks"})
+    on_host = frozenset({"image_index"})
 
     images: ImageBatch
     boxes: list[Float[Tensor, "_R 4"]] | None  # None: the detector proposes them
@@ -129,12 +143,7 @@ class Batch(Movable):
     detection_targets: DetectionTargets | None = None  # annotated objects of the N images
     region_labels: RegionLabels = dataclasses.field(default_factory=RegionLabels)
     roi_masks: list[Float[Tensor, "_R S S"]] | None = None  # instance masks of the candidate boxes
-    seeds: Int64[Tensor, " M"] | None = None  # of the random choices that the model makes about a text; on the CPU
-    boxes_to_mask: list[Float[Tensor, "_Q 4"]] | None = None  # mask exactly these; None: drawn at random
-    masked_regions: RegionMasks | None = None  # candidate boxes that are masked and predicted
-    pixel_masks: list[Float[Tensor, "_Q 4"]] | None = None  # boxes whose pixels are masked first; on the CPU
-    # a text reads only the first candidate boxes of each image; on the CPU
-    region_limit: Int64[Tensor, "M I"] | None = None
+    masking: MaskingBatch | None = None  # None: no region is masked
     phrases: PhraseBatch | None = None  # None: not needed
     # M dicts of ids and ground truth, see `Preprocessor.record`; predictions begin with them
     records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -309,7 +318,7 @@ def gather_regions(
     Args:
         image_sizes: (height, width) of the resized images.
         whole_image: row 0 of every image's regions is the whole image.
-        limit: see `Batch.region_limit`.
+        limit: see `MaskingBatch.region_limit`.
 
     Returns:
         `TextRegions` with R = the largest number of regions of any text (at least 1, so that shapes stay valid).

@@ -15,7 +15,7 @@ from e2e_vl.data.batching import Request
 from e2e_vl.examples import Ragged
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run.build import Run, build_run
-from e2e_vl.structures import Batch
+from e2e_vl.structures import Batch, MaskingBatch
 from tests.run.runs import first_texts
 from tests.weights.starts import replaced
 
@@ -55,7 +55,9 @@ def test_pixels_of_a_masked_box_change_nothing_at_all(tiny_config):
     changed[0, :, 70:128, 60:100] = 100
     other = dataclasses.replace(batch, images=dataclasses.replace(batch.images, pixels=changed))
     with torch.no_grad():
-        one, two = (model(dataclasses.replace(given, pixel_masks=masks)) for given in (batch, other))
+        one, two = (
+            model(dataclasses.replace(given, masking=MaskingBatch(pixel_masks=masks))) for given in (batch, other)
+        )
         shown = model(other)
     same = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
     same(one.task.logits, two.task.logits)

@@ -26,7 +26,7 @@ from e2e_vl.region_masking import (
     truncate_texts,
     truncated_lengths,
 )
-from e2e_vl.structures import Batch, RegionLabels, RegionMasks, TextBatch
+from e2e_vl.structures import Batch, MaskingBatch, RegionLabels, RegionMasks, TextBatch
 from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.pretraining import PretrainingTargets
 from tests.tasks.tiny_pretraining import (
@@ -80,8 +80,8 @@ def test_no_region_is_forced():
 def test_choice_depends_on_the_seed_of_the_first_text():
     model, chosen = make_model(region_probability=0.5).eval(), []
     for seeds in ([11, 12, 13, 14], [11, 5, 13, 6], [5, 12, 6, 14]):  # the second changes those of later texts
-        batch = dataclasses.replace(make_batch(), seeds=torch.tensor(seeds))
-        chosen.append(torch.cat(model.prepare_regions(batch).masked_regions.is_labelled))
+        batch = dataclasses.replace(make_batch(), masking=MaskingBatch(torch.tensor(seeds)))
+        chosen.append(torch.cat(model.prepare_regions(batch).masking.masked_regions.is_labelled))
     assert torch.equal(chosen[0], chosen[1]) and not torch.equal(chosen[0], chosen[2])
 
 
@@ -104,7 +104,7 @@ def test_masked_pixels_are_those_of_a_black_image():
     before = images.pixels.clone()
     batch = about_one_image(images=images, boxes=[torch.tensor([[5.0, 3, 11, 8]])])
     masked = mask_regions(batch, PretrainingConfig(region_probability=1.0, mask_probability=1.0, masked_pixels="black"))
-    assert torch.equal(masked.images.pixels, expected.pixels) and masked.pixel_masks is None
+    assert torch.equal(masked.images.pixels, expected.pixels) and masked.masking.pixel_masks is None
     assert torch.equal(images.pixels, before)
 
 
@@ -112,7 +112,7 @@ def test_the_teacher_sees_what_is_painted_black():
     every = {"region_probability": 1.0, "mask_probability": 1.0}
     models = [make_model(masked_pixels=colour, teacher="current", **every).eval() for colour in ("mean", "black")]
     prepared = [model.prepare_regions(make_batch()) for model in models]
-    assert [batch.pixel_masks is None for batch in prepared] == [False, True]
+    assert [batch.masking.pixel_masks is None for batch in prepared] == [False, True]
     assert_same(*(torch.cat(batch.region_labels.class_probs) for batch in prepared))
 
 
@@ -146,7 +146,9 @@ def test_region_labels_are_the_teachers_view_of_the_whole_image():
     best = probabilities[:, :-1].max(dim=1)  # without the background
     assert torch.equal(torch.cat(labels.detected_classes), best.indices)
     assert torch.equal(torch.cat(labels.detected_scores), best.values)
-    assert batch.masked_regions is None and batch.region_labels == RegionLabels()  # the caller's batch is untouched
+    assert (
+        batch.masking.masked_regions is None and batch.region_labels == RegionLabels()
+    )  # the caller's batch is untouched
 
 
 @pytest.mark.parametrize("teacher", ["current", "file"])
@@ -158,7 +160,9 @@ def test_annotated_classes_stay_beside_what_a_teacher_says(teacher):
     assert labels.classes is classes
     assert (labels.class_probs is given.class_probs) == (teacher == "file")
     boxes_to_mask = [torch.tensor([[6.0, 6.0, 40.0, 40.0]]), torch.zeros(0, 4)]
-    masked = model.prepare_regions(dataclasses.replace(make_batch(), region_labels=given, boxes_to_mask=boxes_to_mask))
+    masked = model.prepare_regions(
+        dataclasses.replace(make_batch(), region_labels=given, masking=MaskingBatch(boxes_to_mask=boxes_to_mask))
+    )
     assert masked.region_labels.classes is None  # the boxes are others now
 
 
@@ -196,9 +200,9 @@ def test_whole_image_feature_leaves_out_masked_regions():
     saved = PrecomputedFeatures([features], torch.zeros(1, 2))
     images = ImageBatch(torch.zeros(1, 3, 0, 0), size, size, ["image"], saved)
     boxes = [torch.cat([box, box + 20, box + 40])]
-    batch = about_one_image(images=images, boxes=boxes, boxes_to_mask=[box])
+    batch = about_one_image(images=images, boxes=boxes, masking=MaskingBatch(boxes_to_mask=[box]))
     changed = mask_regions(batch, PretrainingConfig(mask_pixels=False))
-    assert changed.masked_regions.is_masked[0].tolist() == [True, False, False]
+    assert changed.masking.masked_regions.is_masked[0].tolist() == [True, False, False]
     torch.testing.assert_close(changed.images.precomputed.image_features, torch.tensor([[2.0, 3.0]]), rtol=1e-4, atol=0)
     assert not saved.image_features.any()  # the caller's batch is untouched
 
@@ -223,19 +227,21 @@ def test_a_users_boxes_are_masked_and_no_others(teacher):
     model = make_model(region_probability=1.0, teacher=teacher, max_detected_regions=4).eval()
     masked = [[6.0, 6.0, 40.0, 40.0], [60.0, 5.0, 90.0, 25.0]]
     own = [torch.tensor(masked), torch.zeros(0, 4)]
-    batches = [dataclasses.replace(make_batch(boxes=boxes), boxes_to_mask=own) for boxes in (True, False)]
+    batches = [
+        dataclasses.replace(make_batch(boxes=boxes), masking=MaskingBatch(boxes_to_mask=own)) for boxes in (True, False)
+    ]
     given, proposed = map(model.prepare_regions, batches)
     assert given.boxes[0].tolist() == [*masked, *BOXES[0][1:]]  # the first candidate is the first masked one
-    assert given.masked_regions.is_masked[0].tolist() == [True, True, False, False]
-    assert torch.equal(given.masked_regions.is_labelled[0], given.masked_regions.is_masked[0])
-    assert given.boxes[1].tolist() == BOXES[1] and not given.masked_regions.is_masked[1].any()
-    assert given.pixel_masks[0].tolist() == [[6, 6, 41, 41], [60, 5, 91, 26]]
+    assert given.masking.masked_regions.is_masked[0].tolist() == [True, True, False, False]
+    assert torch.equal(given.masking.masked_regions.is_labelled[0], given.masking.masked_regions.is_masked[0])
+    assert given.boxes[1].tolist() == BOXES[1] and not given.masking.masked_regions.is_masked[1].any()
+    assert given.masking.pixel_masks[0].tolist() == [[6, 6, 41, 41], [60, 5, 91, 26]]
     if teacher == "file":
         assert given.region_labels == RegionLabels()  # the file's labels belong to other boxes
     else:
         assert [len(rows) for rows in given.region_labels.class_probs] == [4, 2]
     assert proposed.boxes[0][:2].tolist() == masked and 2 <= len(proposed.boxes[0]) <= 6
-    assert [int(rows.sum()) for rows in proposed.masked_regions.is_masked] == [2, 0]
+    assert [int(rows.sum()) for rows in proposed.masking.masked_regions.is_masked] == [2, 0]
 
 
 # Truncation
@@ -268,7 +274,7 @@ def test_truncation_keeps_the_last_wordpiece_and_the_first_regions():
     assert labels["masked_words"][0] == [-1, 9, -1, -1, -1, -1]
     assert labels["masked_text"][3] == batch.targets.parts["masked_text"].labels[3, :6].tolist()
     assert cut.targets.parts["relationship"] == batch.targets.parts["relationship"]
-    assert cut.region_limit.tolist() == [[2], [2], [2], [0]]
+    assert cut.masking.region_limit.tolist() == [[2], [2], [2], [0]]
     assert cut.boxes is batch.boxes and batch.texts.attention_mask.shape[1] == 7
 
 
@@ -292,7 +298,7 @@ def pairs_of(counts: tuple[int, int], length: int) -> Batch:
     texts = TextBatch(position, position * 0, position >= 0)
     boxes = [torch.zeros(count, 4) for count in counts]
     changes = {"texts": texts, "boxes": boxes, "image_index": torch.tensor([[0, 1]]), "targets": None}
-    return dataclasses.replace(make_pairs(), **changes, seeds=torch.tensor([11]))
+    return dataclasses.replace(make_pairs(), **changes, masking=MaskingBatch(torch.tensor([11])))
 
 
 def shares_one_by_one(first: int, second: int, total: int) -> tuple[int, int]:
@@ -317,7 +323,7 @@ def test_the_fuller_image_loses_first(whole_image, limit):
                 text, regions = by_dropping_one_by_one(length, sum(counts), limit)
                 kept = shares_one_by_one(*counts, regions)
                 assert cut.texts.attention_mask.sum() == text
-                assert cut.region_limit.tolist() == [[count - whole_image for count in kept]]
+                assert cut.masking.region_limit.tolist() == [[count - whole_image for count in kept]]
 
 
 @pytest.mark.parametrize("in_sequence", [True, False])
@@ -326,7 +332,7 @@ def test_the_model_reads_what_truncation_leaves(in_sequence):
     model = make_model(encoder=encoder, max_length=7, region_probability=1.0).eval()
     with torch.no_grad():
         output = model(make_pairs())
-    regions, limit = output.text_regions, output.batch.region_limit
+    regions, limit = output.text_regions, output.batch.masking.region_limit
     positions = output.batch.texts.attention_mask.sum(dim=1) + regions.attention_mask.sum(dim=1)
     assert positions[:3].tolist() == [7] * 3, "all places are taken"
     for slot in range(2):
@@ -425,7 +431,7 @@ def test_masked_pixels_change_no_logit(name, make, encoder, options):
     parts |= {key: Targets() for key in SIGHTS[name]}
     batch = dataclasses.replace(batch, targets=PretrainingTargets(parts))
     prepared = model.prepare_regions(batch)
-    masked = [rows[mask] for rows, mask in zip(prepared.boxes, prepared.masked_regions.is_masked, strict=True)]
+    masked = [rows[mask] for rows, mask in zip(prepared.boxes, prepared.masking.masked_regions.is_masked, strict=True)]
     assert sum(map(len, masked)) in range(1, sum(map(len, prepared.boxes)))
     other = with_other_pixels(batch, masked)
     with torch.no_grad():
@@ -436,8 +442,8 @@ def test_masked_pixels_change_no_logit(name, make, encoder, options):
     for key in parts:
         assert_same(first.task.parts[key], second.task.parts[key])
         assert key == "masked_text" or not is_same(*(output.task.parts[key] for output in seen)), key
-    assert not any(rows.any() for rows in seen[0].batch.masked_regions.is_masked)
-    labelled = [torch.cat(output.batch.masked_regions.is_labelled) for output in (first, seen[0])]
+    assert not any(rows.any() for rows in seen[0].batch.masking.masked_regions.is_masked)
+    labelled = [torch.cat(output.batch.masking.masked_regions.is_labelled) for output in (first, seen[0])]
     assert torch.equal(*labelled)  # the same regions are predicted, and now they are seen
     for key in ("class_probs", "features", "detected_scores"):  # what is to be learned is another one
         assert not is_same(*(torch.cat(getattr(output.batch.region_labels, key)) for output in (first, second))), key

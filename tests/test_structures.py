@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from detector.structures import ImageBatch, Regions
-from e2e_vl.structures import Batch, RegionLabels, RegionMasks, TextBatch, TextRegions, gather_regions, take_along_dim
+from e2e_vl.structures import (
+    Batch,
+    MaskingBatch,
+    RegionLabels,
+    RegionMasks,
+    TextBatch,
+    TextRegions,
+    gather_regions,
+    take_along_dim,
+)
 
 COUNTS = (2, 0, 3)
 SIZES = torch.tensor([[10, 20], [30, 40], [50, 60]])
@@ -108,12 +117,12 @@ def test_all_parts_of_a_batch_move_together():
         texts=TextBatch(ids, ids, ids.bool(), summary=torch.zeros(1, dtype=torch.int64)),
         image_index=torch.zeros(1, 1, dtype=torch.int64),
         region_labels=RegionLabels(class_probs=[torch.zeros(1, 3)]),
-        masked_regions=RegionMasks([mask], [mask]),
+        masking=MaskingBatch(masked_regions=RegionMasks([mask], [mask])),
         records=[{"text": "x"}],
     )
     moved = batch.to("meta")
     tensors = [moved.images.pixels, *moved.boxes, moved.texts.summary]
-    tensors += [*moved.region_labels.class_probs, *moved.masked_regions.is_masked]
+    tensors += [*moved.region_labels.class_probs, *moved.masking.masked_regions.is_masked]
     assert all(tensor.device.type == "meta" for tensor in tensors)
     on_host = [moved.images.sizes, moved.images.original_sizes, moved.texts.lengths, moved.image_index]
     assert all(tensor.device.type == "cpu" for tensor in on_host)

@@ -36,7 +36,7 @@ from e2e_vl.examples import (
     TextExample,
 )
 from e2e_vl.samples import DETECTED, BrokenImageError, Sample
-from e2e_vl.structures import Batch, RegionLabels, TextBatch
+from e2e_vl.structures import Batch, MaskingBatch, RegionLabels, TextBatch
 from e2e_vl.terminal import STOP_SIGNALS
 
 
@@ -355,8 +355,7 @@ def collate(
             **{name: _column(images, name, name) for name in DETECTED},
         ),
         roi_masks=_column(images, "roi_masks", "instance masks"),
-        seeds=None if any(text.seed is None for text in texts) else torch.tensor([text.seed for text in texts]),
-        boxes_to_mask=_column(images, "boxes_to_mask", "boxes to mask"),
+        masking=_masking(images, texts),
         phrases=None
         if any(text.phrases is None for text in texts)
         else PhraseBatch.join([text.phrases for text in texts]),
@@ -413,6 +412,17 @@ def _image_batch(images: Sequence[ImageExample], pad_to: tuple[int, int] | None)
         names=names,
         precomputed=PrecomputedFeatures(features, None if whole is None else torch.stack(whole)),
     )
+
+
+def _masking(images: Sequence[ImageExample], texts: Sequence[TextExample]) -> MaskingBatch | None:
+    """Return what pre-training texts need for the masking of regions; None for other texts."""
+    boxes_to_mask = _column(images, "boxes_to_mask", "boxes to mask")
+    seeds = None
+    if not any(text.seed is None for text in texts):
+        seeds = torch.tensor([text.seed for text in texts])
+    if seeds is None and boxes_to_mask is None:
+        return None
+    return MaskingBatch(seeds=seeds, boxes_to_mask=boxes_to_mask)
 
 
 def _all_or_none(images: Sequence[ImageExample], field: str, what: str) -> bool:

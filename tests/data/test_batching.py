@@ -338,8 +338,8 @@ def test_labels_of_boxes_stay_with_their_image():
     assert [rows.tolist() for rows in batch.region_labels.classes] == [[0, 1], []]
     assert [rows.tolist() for rows in batch.region_labels.class_probs] == [[[2, 2, 2], [2, 2, 2]], []]
     assert [tuple(masks.shape) for masks in batch.roi_masks] == [(2, 7, 7), (0, 7, 7)]
-    assert [tuple(boxes.shape) for boxes in batch.boxes_to_mask] == [(2, 4), (0, 4)]
-    assert batch.seeds.tolist() == [7, 5]
+    assert [tuple(boxes.shape) for boxes in batch.masking.boxes_to_mask] == [(2, 4), (0, 4)]
+    assert batch.masking.seeds.tolist() == [7, 5]
 
 
 def test_examples_that_do_not_go_together():

@@ -105,7 +105,7 @@ def test_every_source_gives_whole_batches(root, tokenizer, files, source, boxes)
         requests = [Request(number, tuple(group)) for number, group in enumerate(dataset.groups)]
         batch = collate([dataset[request] for request in requests])
         with_corpus = "corpus" in files and training
-        assert len(batch) == len(batch.seeds) == len(dataset) * (2 if with_corpus else 1)
+        assert len(batch) == len(batch.masking.seeds) == len(dataset) * (2 if with_corpus else 1)
         captions = batch.image_index[:, 0] >= 0
         assert [record["text_index"] for record in batch.records if record] == list(range(int(captions.sum())))
         parts = batch.targets.parts

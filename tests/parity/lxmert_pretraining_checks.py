@@ -15,7 +15,7 @@ from e2e_vl.encoders.lxmert import LxmertEncoder
 from e2e_vl.examples import Targets
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run.build import build_objectives
-from e2e_vl.structures import Batch, ModelOutput, RegionLabels, RegionMasks
+from e2e_vl.structures import Batch, MaskingBatch, ModelOutput, RegionLabels, RegionMasks
 from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.base import Sizes
 from e2e_vl.tasks.objectives.texts import AnswerLabel, MatchTargets
@@ -123,7 +123,9 @@ def make_batch(golden, dtype: torch.dtype = torch.float32) -> Batch:
         texts=common.texts_of(arrays),
         image_index=torch.arange(count)[:, None],
         targets=PretrainingTargets(parts),
-        masked_regions=RegionMasks(list(arrays["feat_mask"] > 0), [torch.zeros(regions, dtype=torch.bool)] * count),
+        masking=MaskingBatch(
+            masked_regions=RegionMasks(list(arrays["feat_mask"] > 0), [torch.zeros(regions, dtype=torch.bool)] * count)
+        ),
         region_labels=RegionLabels(features=list(arrays["target_feats"]), **labels),
     )
 
@@ -145,7 +147,7 @@ def test_pretraining_logits_and_losses(golden):
             logits = output.task.parts[ours]
             assert_near(logits, recorded[f"out.{theirs}_logits"].reshape(logits.shape), f"{theirs}_logits")
     if "feat" in names:
-        kept = batch.masked_regions.is_labelled
+        kept = batch.masking.masked_regions.is_labelled
         predicted = recorded["out.feat_logits"][torch.stack(kept)]
         assert_near(output.task.parts["region_features"], predicted, "feat_logits")
     if "qa" in names:
@@ -194,7 +196,7 @@ def edge_case(batch: Batch, name: str) -> Batch:
     elif name == "no_answer":
         parts["image_qa"] = AnswerLabel(nothing)
     elif name == "no_region_chosen":
-        batch.masked_regions.is_labelled = [rows & False for rows in batch.masked_regions.is_labelled]
+        batch.masking.masked_regions.is_labelled = [rows & False for rows in batch.masking.masked_regions.is_labelled]
     elif name == "all_unmatched":
         parts |= {"image_qa": AnswerLabel(nothing), "relationship": MatchTargets(nothing + 1)}
     else:

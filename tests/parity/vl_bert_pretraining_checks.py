@@ -13,7 +13,7 @@ from detector.structures import ImageBatch, PrecomputedDetector, PrecomputedFeat
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.examples import Targets
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.structures import Batch, ModelOutput, RegionLabels, RegionMasks
+from e2e_vl.structures import Batch, MaskingBatch, ModelOutput, RegionLabels, RegionMasks
 from e2e_vl.tasks.config import (
     MaskedRegionsConfig,
     MaskedTextConfig,
@@ -110,9 +110,11 @@ def make_batch(golden, name: str, dtype: torch.dtype = torch.float32) -> Batch:
         texts=texts,
         image_index=torch.cat([torch.arange(captions), no_image])[:, None],
         targets=PretrainingTargets(parts),
-        masked_regions=RegionMasks(
-            is_labelled=[rows.sum(dim=1) > 0 for rows in of_boxes(data["mvrc_labels"])],
-            is_masked=[rows == 1 for rows in of_boxes(data["mvrc_ops"])],
+        masking=MaskingBatch(
+            masked_regions=RegionMasks(
+                is_labelled=[rows.sum(dim=1) > 0 for rows in of_boxes(data["mvrc_labels"])],
+                is_masked=[rows == 1 for rows in of_boxes(data["mvrc_ops"])],
+            )
         ),
         region_labels=RegionLabels(class_probs=of_boxes(data["mvrc_labels"].to(dtype))),
     )
@@ -185,9 +187,9 @@ def test_pretraining_losses_of_each_text_alone(golden, vl_bert_keys):
         alone = make_batch(golden, "pretrain")
         for name in ("masked_words", "masked_text"):
             alone.targets.parts[name].labels[torch.arange(len(batch)) != text] = NO_LABEL
-        alone.masked_regions.is_labelled = [
+        alone.masking.masked_regions.is_labelled = [
             rows & (image == int(batch.image_index[text, 0]))
-            for image, rows in enumerate(batch.masked_regions.is_labelled)
+            for image, rows in enumerate(batch.masking.masked_regions.is_labelled)
         ]
         with torch.no_grad():
             losses = model.task(alone, output.text_regions, output.encoded).losses

@@ -13,7 +13,7 @@ from torch import Tensor
 from detector.structures import ImageBatch
 from e2e_vl.examples import Targets
 from e2e_vl.region_masking import truncate_batch
-from e2e_vl.structures import Batch, EncoderOutput, RegionLabels, RegionMasks, TextBatch
+from e2e_vl.structures import Batch, EncoderOutput, MaskingBatch, RegionLabels, RegionMasks, TextBatch
 from e2e_vl.tasks.config import MaskedRegionsConfig, PretrainingConfig
 from e2e_vl.tasks.objectives.base import Sizes
 from e2e_vl.tasks.objectives.regions import MaskedRegions
@@ -43,7 +43,7 @@ def region_loss(logits: Tensor, truth: Tensor) -> Tensor:
         texts=TextBatch(torch.zeros(1, 1).long(), torch.zeros(1, 1).long(), torch.ones(1, 1).bool()),
         image_index=torch.zeros(1, 1).long(),
         targets=PretrainingTargets({"masked_regions": Targets()}),
-        masked_regions=RegionMasks([torch.ones(count).bool()], [torch.zeros(count).bool()]),
+        masking=MaskingBatch(masked_regions=RegionMasks([torch.ones(count).bool()], [torch.zeros(count).bool()])),
         region_labels=RegionLabels(class_probs=[truth]),
     )
     attention_mask = torch.ones(1, count).bool()
@@ -104,9 +104,11 @@ def test_cutting_of_words_and_regions(golden, rules):
         assert cut.texts.attention_mask.all()
         np.testing.assert_array_equal(cut.texts.input_ids[0], text)
         np.testing.assert_array_equal(cut.targets.parts["masked_words"].labels[0], labels)
-        assert cut.region_limit.tolist() == [[len(arrays[f"cc.{number}.boxes"]) - 1]]
-        hidden = arrays[f"cc.{number}.mvrc_ops_before_truncation"][: 1 + int(cut.region_limit)]  # and the whole image
+        assert cut.masking.region_limit.tolist() == [[len(arrays[f"cc.{number}.boxes"]) - 1]]
+        hidden = arrays[f"cc.{number}.mvrc_ops_before_truncation"][
+            : 1 + int(cut.masking.region_limit)
+        ]  # and the whole image
         np.testing.assert_array_equal(hidden, arrays[f"cc.{number}.mvrc_ops"])
-        anything_cut |= lost > 0 or cut.region_limit.tolist() != [[len(boxes)]]
+        anything_cut |= lost > 0 or cut.masking.region_limit.tolist() != [[len(boxes)]]
     if not anything_cut:
         pytest.skip("everything in the set is short enough to stay as it is")

@@ -99,7 +99,7 @@ def of_regions(field: str) -> Callable[[ModelOutput], Tensor]:
 
     def labels(output: ModelOutput) -> Tensor:
         regions = output.text_regions
-        is_predicted = regions.gather(output.batch.masked_regions.is_labelled, fill=False)
+        is_predicted = regions.gather(output.batch.masking.masked_regions.is_labelled, fill=False)
         found = regions.gather(getattr(output.batch.region_labels, field), fill=0)[is_predicted]
         return found.argmax(dim=1) if field == "class_probs" else found
 

@@ -137,7 +137,7 @@ def test_the_backbone_learns_from_masked_regions(settings):
     output = run.model(first_texts(run, 4))
     loss = output.task.losses["masked_regions"]
     assert loss.count > 0
-    assert all(bool(is_masked.all()) for is_masked in output.batch.masked_regions.is_masked)
+    assert all(bool(is_masked.all()) for is_masked in output.batch.masking.masked_regions.is_masked)
     loss.total.backward()
     gradient = run.model.detector.get_parameter("backbone.res4.0.conv1.weight").grad
     assert gradient is not None and gradient.abs().max() > 0

@@ -16,7 +16,7 @@ from e2e_vl.examples import Targets, TextExample
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run.build import build_objectives, build_task
 from e2e_vl.samples import AnnotatedObjects, PhraseBoxes, Question, SampleText
-from e2e_vl.structures import Ability, Batch, TextBatch
+from e2e_vl.structures import Ability, Batch, MaskingBatch, TextBatch
 from e2e_vl.tasks.config import MaskedWordsConfig, PretrainingConfig, VCRConfig
 from e2e_vl.tasks.objectives.base import ObjectiveCounts, ObjectivePreprocessor, PretrainingPrediction, Sizes, TextDraft
 from e2e_vl.tasks.objectives.texts import MatchTargets
@@ -128,8 +128,7 @@ def question_batch(masked: list[list[float]] | None = None, mask_at: int = 1) ->
         texts=TextBatch(texts.input_ids[:1], texts.token_type_ids[:1], texts.attention_mask[:1]),
         image_index=batch.image_index[:1],
         targets=PretrainingTargets(parts),
-        seeds=batch.seeds[:1],
-        boxes_to_mask=[torch.tensor(masked or [], dtype=torch.float32).reshape(-1, 4)],
+        masking=MaskingBatch(batch.masking.seeds[:1], [torch.tensor(masked or [], dtype=torch.float32).reshape(-1, 4)]),
         records=[{"text_index": 0, "text": "[MASK] b"}],
     )
 
@@ -170,13 +169,15 @@ def test_without_boxes_to_mask_no_region_is_masked():
     with torch.no_grad():
         output = model(batch)
         record = model.task.predict_answers(output)[0]
-    assert output.batch.boxes[0].tolist() == BOXES[0] and not output.batch.masked_regions.is_masked[0].any()
+    assert output.batch.boxes[0].tolist() == BOXES[0] and not output.batch.masking.masked_regions.is_masked[0].any()
     plain = make_model(objectives={"masked_regions": 0.0}).eval()
     missing, unexpected = plain.load_state_dict(model.state_dict(), strict=False)
     of_regions = ("teacher.", "task.masked_regions.")
     assert not missing and unexpected and all(name.startswith(of_regions) for name in unexpected)
     with torch.no_grad():
-        expected = plain(dataclasses.replace(batch, boxes_to_mask=None)).task.parts["masked_words"]
+        expected = plain(dataclasses.replace(batch, masking=MaskingBatch(batch.masking.seeds))).task.parts[
+            "masked_words"
+        ]
     assert_same(output.task.parts["masked_words"], expected)
     best = int(expected[0].argmax())
     assert record.filled == f"wordpiece {best} b" and record.masked_regions == ()

@@ -16,7 +16,7 @@ from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.examples import Targets
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run.build import build_objectives
-from e2e_vl.structures import Batch, TextBatch
+from e2e_vl.structures import Batch, MaskingBatch, TextBatch
 from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.base import Sizes
 from e2e_vl.tasks.objectives.texts import MatchTargets
@@ -119,7 +119,7 @@ def make_batch(seed: int = 0, masks: bool = True, boxes: bool = True) -> Batch:
                 "relationship": MatchTargets(torch.tensor([1, 0, 1, -1])),
             }
         ),
-        seeds=torch.tensor([11, 12, 13, 14]),
+        masking=MaskingBatch(torch.tensor([11, 12, 13, 14])),
         records=[*({"text_index": index} for index in range(3)), {}],
     )
 

@@ -68,7 +68,7 @@ class MaskedRegions(Objective):
         self, targets: Targets, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
         """The logits are float32 [labelled regions, C]."""
-        chosen = text_regions.gather(batch.masked_regions.is_labelled, fill=False)
+        chosen = text_regions.gather(batch.masking.masked_regions.is_labelled, fill=False)
         class_probs = batch.region_labels.class_probs
         if class_probs is None:
             class_probs = [rows.new_zeros(len(rows), self.config.classes) for rows in batch.boxes]
@@ -97,7 +97,7 @@ class MaskedRegions(Objective):
 
     def answer(self, output: ModelOutput, logits: Tensor, names: Sequence[str]) -> dict[str, Any]:
         batch, text_regions = output.batch, output.text_regions
-        is_masked = batch.masked_regions.is_masked[0]
+        is_masked = batch.masking.masked_regions.is_masked[0]
         if int(text_regions.is_masked[0].sum()) < int(is_masked.sum()):
             raise UserError(
                 "Text and regions together are longer than task.config.max_length, and a masked region is truncated; "
@@ -167,9 +167,9 @@ class ObjectLabels(Objective):
         """The logits are float32 [regions, K]; none if a user masks regions, because they have no labels."""
         is_used = text_regions.row >= 0
         if self.config.regions == "masked":
-            is_used = is_used & text_regions.gather(batch.masked_regions.is_labelled, fill=False)
+            is_used = is_used & text_regions.gather(batch.masking.masked_regions.is_labelled, fill=False)
         classes, scores = self.found(batch.region_labels)
-        if classes is None and batch.boxes_to_mask is not None:
+        if classes is None and batch.masking.boxes_to_mask is not None:
             is_used = torch.zeros_like(is_used)
             classes = scores = [rows.new_zeros(len(rows), dtype=torch.int64) for rows in batch.boxes]
         if classes is None or (self.config.confidence and scores is None):
@@ -226,7 +226,7 @@ class RegionFeatureRegression(Objective):
         self, targets: Targets, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
         """The logits are the predicted features, float32 [masked regions, D]."""
-        is_masked = text_regions.gather(batch.masked_regions.is_labelled, fill=False)
+        is_masked = text_regions.gather(batch.masking.masked_regions.is_labelled, fill=False)
         index = is_masked.nonzero(as_tuple=True)
         logits = at_least_float32(self.output(encoded.regions[index]))
         features = batch.region_labels.features

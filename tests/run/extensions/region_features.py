@@ -37,7 +37,7 @@ class RegionFeatures(Objective):
         self, targets: Targets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
         """Its logits are the features, float32 [labelled regions, width of a feature]."""
-        chosen = regions.gather(batch.masked_regions.is_labelled, fill=False)
+        chosen = regions.gather(batch.masking.masked_regions.is_labelled, fill=False)
         truth = regions.gather(batch.region_labels.features, fill=0.0)[chosen]
         found = at_least_float32(self.output(encoded.regions[chosen]))
         each = (found - truth).square().mean(dim=1)

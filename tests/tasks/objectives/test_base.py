@@ -14,7 +14,7 @@ from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
 from e2e_vl.examples import Targets
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run.build import build_objectives
-from e2e_vl.structures import Batch, RegionLabels, RegionMasks, TextBatch
+from e2e_vl.structures import Batch, MaskingBatch, RegionLabels, RegionMasks, TextBatch
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.texts import AnswerLabel, MatchTargets
@@ -87,7 +87,7 @@ def make_batch(*, masks: bool = True, replaces: bool = False) -> Batch:
         texts=TextBatch(ids, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool)),
         image_index=torch.arange(IMAGES)[:, None],
         targets=PretrainingTargets(parts),
-        masked_regions=RegionMasks(labelled, masked, replacement_index),
+        masking=MaskingBatch(masked_regions=RegionMasks(labelled, masked, replacement_index)),
         region_labels=RegionLabels(
             features=[rows.clone() for rows in features],
             detected_classes=[torch.tensor([0, 1, 2, 3])] * IMAGES,

@@ -122,7 +122,7 @@ def test_missing_labels_are_an_error_unless_a_user_masks_regions():
     inputs = make_inputs()
     with pytest.raises(UserError, match=r"no detected classes; .*object_labels\.weight"):
         inputs.run(object_labels(), Targets())
-    inputs.batch.boxes_to_mask = [torch.zeros(0, 4)] * 2
+    inputs.batch.masking.boxes_to_mask = [torch.zeros(0, 4)] * 2
     output = inputs.run(object_labels(), Targets())
     assert len(output.logits) == 0 and output.loss.mean == 0
 

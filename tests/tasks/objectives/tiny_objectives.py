@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from detector.structures import ImageBatch, Regions
 from e2e_vl.run.build import build_objectives
-from e2e_vl.structures import Batch, EncoderOutput, RegionMasks, TextBatch, TextRegions, gather_regions
+from e2e_vl.structures import Batch, EncoderOutput, MaskingBatch, RegionMasks, TextBatch, TextRegions, gather_regions
 from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.base import MLMHead, Objective, ObjectiveOutput, Sizes
 from e2e_vl.tasks.pretraining import PretrainingPreprocessor, PretrainingTask
@@ -51,8 +51,10 @@ def make_inputs(image_index: list[list[int]] | None = None) -> Inputs:
         boxes=[rows[1:] for rows in regions.boxes],
         texts=TextBatch(ids, ids, ids.bool()),
         image_index=image_index,
-        masked_regions=RegionMasks(
-            [torch.tensor([True, False]), torch.tensor([True])], [torch.zeros(n, dtype=torch.bool) for n in (2, 1)]
+        masking=MaskingBatch(
+            masked_regions=RegionMasks(
+                [torch.tensor([True, False]), torch.tensor([True])], [torch.zeros(n, dtype=torch.bool) for n in (2, 1)]
+            )
         ),
     )
     encoded = EncoderOutput(
