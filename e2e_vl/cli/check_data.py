@@ -293,6 +293,8 @@ class SplitReader:
         try:
             if self.is_training:
                 check_training_data(self.config, self.model, self.examples)
+                if settings.loss_weight > 0 and detector.class_names is None and dataset.class_names is not None:
+                    detector.class_names = tuple(dataset.class_names)
             elif self.task.predicts_classes:
                 dataset.check_classes(detector.num_classes, detector.class_names)
         except (ValueError, OSError) as error:

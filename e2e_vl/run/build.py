@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -152,18 +152,20 @@ def build_model(
     *,
     vocab_size: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    class_names: Sequence[str] | None = None,
     on_start: Callable[[Start], None] = log_start,
 ) -> VisionLanguageModel:
-    """Detector, encoder and task, initialised at random or from the `weights` of each.
+    """Build detector, encoder and task, initialised at random or from the `weights` of each.
 
     Args:
         tokenizer: if given, the task initialises itself from the other parts (`Task.initialise`) before
             `task.weights` are loaded.
+        class_names: see `build_detector`.
         on_start: called for each part that loads weights.
     """
     if tokenizer is not None and config.encoder.weights is not None:
         check_vocabulary(config.encoder.weights, tokenizer)
-    detector = build_detector(config, on_start)
+    detector = build_detector(config, on_start, class_names)
     rules = InitRules(config.task.name, ADAPTERS.get(config.encoder.name, ()))
     encoder = build_encoder(config, vocab_size, detector.feature_dim)
     for weights in filter(None, (config.encoder.fallback_weights, config.encoder.weights)):
@@ -221,13 +223,20 @@ def build_model_without_weights(config: RunConfig, vocab_size: int) -> VisionLan
         return build_model(bare, vocab_size=vocab_size)
 
 
-def build_detector(config: RunConfig, on_start: Callable[[Start], None] = log_start) -> Detector:
-    """The detector with random weights or those of `detector.weights`."""
+def build_detector(
+    config: RunConfig, on_start: Callable[[Start], None] = log_start, class_names: Sequence[str] | None = None
+) -> Detector:
+    """Build the detector with random weights or those of `detector.weights`.
+
+    `class_names`: names of its classes, unless its weights name them; None: they may be unknown.
+    """
     settings = config.detector
     detector = DETECTORS[settings.backend].cls(read_detector_config(settings))
     if settings.weights is not None:
         report = load_checkpoint(detector, settings.weights, expect=settings.expect)
         on_start(Start("detector", settings.weights, report))
+    if detector.class_names is None and class_names is not None and len(class_names) == detector.num_classes:
+        detector.class_names = tuple(class_names)
     return detector
 
 
@@ -325,6 +334,20 @@ def build_examples(
     dataset = open_split(config, split, boxes, training=training)
     if model.task.predicts_classes and not training:
         dataset.check_classes(model.detector.num_classes, model.detector.class_names)
+    return load_split(config, model, tokenizer, dataset, split, boxes, training=training)
+
+
+def load_split(
+    config: RunConfig,
+    model: VisionLanguageModel,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: VLDataset,
+    split: str,
+    boxes: BoxSource,
+    *,
+    training: bool,
+) -> ExampleDataset:
+    """Return the examples of an open split, whose images are all there."""
     loader = build_loader(config, model, dataset, boxes, training=training)
     loader.require_images(dataset.image_keys(), split)
     return make_examples(config, model, tokenizer, dataset, loader, split, training=training)
@@ -452,43 +475,46 @@ class Run:
     tokenizer: PreTrainedTokenizerBase
     train_data: ExampleDataset
     collate: Callable[..., Batch]
-    starts: list[Start] = dataclasses.field(default_factory=list)
-    # by split and boxes
-    eval_data: dict[tuple[str, BoxSource], ExampleDataset] = dataclasses.field(default_factory=dict)
+    starts: list[Start]
+    eval_data: dict[tuple[str, BoxSource], ExampleDataset]  # by split and boxes
 
 
-def build_run(config: RunConfig, *, writes: bool = True) -> Run:
-    """Training data, tokenizer and model of a run; draws synthetic data if needed.
+def build_run(config: RunConfig, *, writes: bool = True, evaluates: bool = False) -> Run:
+    """Build data, tokenizer and model of a run; draws synthetic data if needed.
 
     A vocabulary or answer list built from the data is written into the run directory.
 
     Args:
         config: as returned by `resolve_config`.
         writes: whether this process writes these files; if not, another process has already written them.
+        evaluates: open every split of `data.eval_splits` with every box source of `eval.boxes`, too.
     """
     check_inputs(config)
     make_synthetic_data(config)
     tokenizer = build_tokenizer(config, writes=writes)
     starts: list[Start] = []
-    model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer, on_start=starts.append)
+    boxes = config.data.boxes.train
+    dataset = open_split(config, config.data.train_split, boxes, training=True)
+    model = build_model(
+        config,
+        vocab_size=len(tokenizer),
+        tokenizer=tokenizer,
+        class_names=dataset.class_names if config.detector.loss_weight > 0 else None,
+        on_start=starts.append,
+    )
     if writes and model.task.vocabulary_class is not None and not has_answers(config):
         write_json(Path(config.output) / ANSWERS_FILE, model.task.answer_vocabulary.answers)
-    boxes = config.data.boxes.train
-    examples = build_examples(config, model, tokenizer, config.data.train_split, boxes=boxes, training=True)
+    examples = load_split(config, model, tokenizer, dataset, config.data.train_split, boxes, training=True)
     check_training_data(config, model, examples)
-    return Run(model, tokenizer, examples, partial(collate, canvas=config.data.canvas), starts)
+    eval_data = open_eval_data(config, model, tokenizer) if evaluates else {}
+    return Run(model, tokenizer, examples, partial(collate, canvas=config.data.canvas), starts, eval_data)
 
 
 def check_training_data(config: RunConfig, model: VisionLanguageModel, examples: ExampleDataset) -> None:
-    """Raise a UserError if the training data lack what detector, task or phrase head learn from.
-
-    Gives the names of its classes to a detector without names.
-    """
+    """Raise a UserError if the training data lack what detector, task or phrase head learn from."""
     dataset = examples.dataset
     if config.detector.loss_weight > 0:
         dataset.check_classes(model.detector.num_classes, model.detector.class_names)
-        if model.detector.class_names is None and dataset.class_names is not None:
-            model.detector.class_names = tuple(dataset.class_names)
     model.task.check_data(dataset, model.detector)
     if model.phrase_head is not None:
         takes_others = bool(examples.preprocessor.learns_from)
@@ -500,10 +526,14 @@ def check_training_data(config: RunConfig, model: VisionLanguageModel, examples:
             )
 
 
-def build_eval_data(config: RunConfig, run: Run) -> None:
+def open_eval_data(
+    config: RunConfig, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase
+) -> dict[tuple[str, BoxSource], ExampleDataset]:
     """Open every split of `data.eval_splits` with every box source of `eval.boxes`."""
+    eval_data: dict[tuple[str, BoxSource], ExampleDataset] = {}
     if BoxSource.ONLINE in config.eval.boxes:
         warn_of_random_boxes(config.detector)
     for split in config.data.eval_splits:
         for boxes in config.eval.boxes:
-            run.eval_data[split, boxes] = build_examples(config, run.model, run.tokenizer, split, boxes=boxes)
+            eval_data[split, boxes] = build_examples(config, model, tokenizer, split, boxes=boxes)
+    return eval_data

@@ -39,7 +39,7 @@ from e2e_vl.io import RunLog, refuse_to_overwrite, replace_nan
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.parts import check_name
 from e2e_vl.run import checkpoint as checkpoints
-from e2e_vl.run.build import Run, build_eval_data, build_run, resolve_config
+from e2e_vl.run.build import Run, build_run, resolve_config
 from e2e_vl.run.evaluate import LOSS, InterruptedEvaluationError, MetricName, evaluate_splits, phrase_weights
 from e2e_vl.run.guards import FiniteCheck, StopSignals, check_images, run_lock, warn_of_shared_images
 from e2e_vl.run.launch import make_accelerator, on_main
@@ -99,8 +99,7 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
         checkpoint = on_main(accelerator, prepare_output)
         set_seed(config.seed)  # the same on all processes, for the same initial weights
         with accelerator.main_process_first():
-            run = build_run(config, writes=is_main)
-            build_eval_data(config, run)
+            run = build_run(config, writes=is_main, evaluates=True)
         if checkpoint is None:
             on_main(accelerator, lambda: check_images(config, run))
             on_main(accelerator, lambda: warn_of_shared_images(config, run))
