@@ -185,7 +185,7 @@ def measure(
     from e2e_vl.run import checkpoint, evaluate, train
     from tests.weights.starts import replaced
 
-    real_step, real_evaluate = train.Trainer.train_step, evaluate.predict_texts
+    real_step, real_evaluate = train.Trainer.train_step, evaluate.Evaluator.predict_texts
     real_clip = Accelerator.clip_grad_norm_
     found: dict[str, Any] = {"evaluations": {}}
 
@@ -199,10 +199,10 @@ def measure(
         found["launches"] = launches.total()  # of the forward and backward pass
         return real_clip(self, *args)
 
-    def evaluation(settings, model, examples, accelerator, **options):
+    def evaluation(self, model, examples, **options):
         waits.clear()
-        predictions = real_evaluate(settings, model, examples, accelerator, **options)
-        batches = math.ceil(len(examples.groups) / settings.eval.images_per_batch)
+        predictions = real_evaluate(self, model, examples, **options)
+        batches = math.ceil(len(examples.groups) / self.config.eval.images_per_batch)
         found["evaluations"][options["name"]] = {line: count / batches for line, count in waits.items()}
         return predictions
 
@@ -214,7 +214,7 @@ def measure(
         mock.patch.object(box_functions, "WITHOUT_FLOAT64", ("cuda",) if without_float64 else ("mps",)),
         mock.patch.object(checkpoint, "save_state", lambda *a, **k: None),  # it copies all parameters
         mock.patch.object(train.Trainer, "train_step", step),
-        mock.patch.object(evaluate, "predict_texts", evaluation),
+        mock.patch.object(evaluate.Evaluator, "predict_texts", evaluation),
         mock.patch.object(Accelerator, "clip_grad_norm_", clip),
         mock.patch.object(roi_heads, "CHUNK", 6),  # as many chunks of RoIs as at the real size
     ):

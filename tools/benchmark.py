@@ -69,7 +69,7 @@ from e2e_vl.config import BoxSource, RunConfig, load_config
 from e2e_vl.data.batching import BatchLoader, GroupedBatchSampler, Request, canvas_size
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run.build import Run, build_detector, build_encoder, build_examples, build_run, resolve_config
-from e2e_vl.run.evaluate import predict_texts
+from e2e_vl.run.evaluate import Evaluator
 from e2e_vl.run.launch import make_accelerator
 from e2e_vl.run.train import Trainer
 from e2e_vl.structures import Batch, RegionLabels, TextBatch
@@ -321,7 +321,7 @@ def plan_evaluate(arguments: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
     model, steps = run.model.to(arguments.device), {}
     for source in config.eval.boxes:
         data = build_examples(config, model, run.tokenizer, config.data.train_split, boxes=source)
-        call = functools.partial(predict_texts, config, model, data, accelerator, max_images=number)
+        call = functools.partial(Evaluator(config, accelerator).predict_texts, model, data, max_images=number)
         steps[str(source)] = call, min(number, len(data.groups))
     return {"batch": steps}, {}
 

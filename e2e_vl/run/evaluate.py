@@ -157,98 +157,6 @@ class InterruptedEvaluationError(Exception):
         self.signal_number = signal_number
 
 
-def evaluate_splits(
-    config: RunConfig,
-    run: Run,
-    accelerator: Accelerator,
-    *,
-    max_images: int | None = None,
-    output: Path | None = None,
-    show: Callable[[list[Prediction], str], None] | None = None,
-    received_signal: Callable[[], int | None] = lambda: None,
-) -> dict[str, Any]:
-    """Evaluate all of `data.eval_splits` with all of `eval.boxes`, on `run.eval_data`.
-
-    Missing and unreadable images are skipped: they are logged, counted by the metric `unreadable_images`, and with
-    `output` listed in `unreadable_<split>_<boxes>.json`.
-
-    Args:
-        max_images: evaluate only the first `max_images` images of each split; None = all.
-        output: folder for `predictions_<split>_<boxes>.json`; None writes nothing.
-        show: called on the main process with the predictions of each split and box source, and their name.
-        received_signal: the number of a signal that this process has received, or None; it is called before each batch.
-
-    Returns:
-        The metrics of all splits, including the loss if `train.keep_best` names it.
-
-    Raises:
-        InterruptedEvaluationError: a process has received a signal.
-    """
-    metrics: dict[str, Any] = {}
-    best = MetricName.read(config.train.keep_best or "")
-    for split in config.data.eval_splits:
-        for boxes in map(BoxSource, config.eval.boxes):
-            needs_loss = best is not None and (best.metric, best.split, best.source) == (LOSS, split, boxes)
-            evaluation = evaluate_split(
-                *(config, run.model, run.eval_data[split, boxes], accelerator, split, boxes),
-                max_images=max_images,
-                with_loss=needs_loss,
-                received_signal=received_signal,
-            )
-            metrics |= evaluation.metrics
-            if accelerator.is_main_process:
-                if show is not None:
-                    show(evaluation.predictions, f"{split}, {boxes}")
-                if output is not None:
-                    ending = f"{file_name(split)}_{boxes}.json"
-                    evaluation.write(output / f"predictions_{ending}", output / f"unreadable_{ending}")
-    return metrics
-
-
-def evaluate_split(
-    config: RunConfig,
-    model: VisionLanguageModel,
-    examples: ExampleDataset,
-    accelerator: Accelerator,
-    split: str,
-    boxes: BoxSource,
-    *,
-    max_images: int | None = None,
-    with_loss: bool = False,
-    skip_broken: bool = True,
-    received_signal: Callable[[], int | None] = lambda: None,
-) -> Evaluation:
-    """Predictions and metrics of one split.
-
-    Args:
-        with_loss: include the loss if any text has a target.
-        skip_broken: skip missing and unreadable images; False: raise an error.
-        received_signal: see `evaluate_splits`.
-    """
-    losses = LossSums() if with_loss else None
-    unreadable: list[Unreadable] = []
-    predictions = predict_texts(
-        *(config, model, examples, accelerator),
-        max_images=max_images,
-        name=f"{split}, {boxes}",
-        losses=losses,
-        unreadable=unreadable if skip_broken else None,
-        received_signal=received_signal,
-    )
-    scores = on_main(accelerator, lambda: compute_metrics(model.task, predictions))
-    if unreadable:
-        unreadable_images: set[tuple[int, str]] = set()
-        for request in unreadable:
-            unreadable_images.update((request.part, image_id) for image_id in request.images)
-        scores["unreadable_images"] = len(unreadable_images)
-    if losses is not None:
-        scores |= losses.metrics(config)
-    if max_images is None:
-        scores |= on_main(accelerator, lambda: sureness_metrics(model.task, predictions))
-        scores |= shortcuts.best_shortcuts(user_path(config.data.root, "data.root"), config.data.name, split)
-    return Evaluation(predictions, named_metrics(scores, split, boxes), unreadable)
-
-
 def compute_metrics(task: Task, predictions: Sequence[Prediction]) -> dict[str, Any]:
     """The task's metrics over the texts with a target, and the phrase metrics over all texts."""
     judged = with_target(predictions)
@@ -293,89 +201,173 @@ def mark_unsure(task: Task, predictions: Iterable[Prediction], threshold: float)
         prediction.is_unsure = certainty is not None and certainty < threshold
 
 
-def make_loader(
-    config: RunConfig,
-    examples: ExampleDataset,
-    accelerator: Accelerator,
-    *,
-    max_images: int | None = None,
-    unreadable: list[Unreadable] | None = None,
-) -> BatchLoader:
-    """The batches of this process, of the first `max_images` images (None: all), each image once.
+@dataclasses.dataclass(frozen=True)
+class Evaluator:
+    """Evaluates models over all processes of an accelerator."""
 
-    Processes receive whole batches: features depend slightly on padding, so the composition of a batch must not depend
-    on the number of processes. `unreadable`: see `BatchLoader`.
-    """
-    sampler = GroupedBatchSampler(
-        examples.groups[:max_images],
-        images_per_batch=config.eval.images_per_batch,
-        shuffle=False,
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-    )
-    joined = functools.partial(collate, canvas=config.data.canvas)
-    return BatchLoader(examples, sampler, joined, workers=config.data.workers, unreadable=unreadable)
+    config: RunConfig
+    accelerator: Accelerator
+    # the number of a signal that this process has received, or None; called before each batch
+    received_signal: Callable[[], int | None] = lambda: None
 
+    def evaluate_splits(
+        self,
+        run: Run,
+        *,
+        max_images: int | None = None,
+        output: Path | None = None,
+        show: Callable[[list[Prediction], str], None] | None = None,
+    ) -> dict[str, Any]:
+        """Evaluate all of `data.eval_splits` with all of `eval.boxes`, on `run.eval_data`.
 
-def predict_texts(
-    config: RunConfig,
-    model: VisionLanguageModel,
-    examples: ExampleDataset,
-    accelerator: Accelerator,
-    *,
-    max_images: int | None = None,
-    name: str = "evaluation",
-    losses: LossSums | None = None,
-    unreadable: list[Unreadable] | None = None,
-    received_signal: Callable[[], int | None] = lambda: None,
-) -> list[Prediction]:
-    """Predict every text of a split, with `correct`; the result is empty on all but the main process.
+        Missing and unreadable images are skipped: they are logged, counted by the metric `unreadable_images`, and with
+        `output` listed in `unreadable_<split>_<boxes>.json`.
 
-    Args:
-        losses: accumulates the losses of the task and of phrases.
-        unreadable: collects missing and unreadable images of all processes, which are skipped and logged; None: such
-            an image raises an error.
-        received_signal: see `evaluate_splits`.
-    """
-    skipped = None if unreadable is None else []
-    loader = make_loader(config, examples, accelerator, max_images=max_images, unreadable=skipped)
-    was_training = model.training
-    model.eval()
-    if accelerator.num_processes > 1:  # use the batch statistics of the main process, as `save_model` does
-        for buffer in model.buffers():
-            broadcast(buffer, from_process=0)
-    predictions: list[Prediction] = []
-    bar = tqdm(loader, desc=name, unit="batch", leave=False, delay=1, disable=not accelerator.is_local_main_process)
-    with torch.no_grad(), accelerator.autocast(), bar:
-        for batch in bar:
-            if received_signal() is not None:
-                break
-            batch = batch.to(accelerator.device)
-            output = model(batch, output_attentions=model.task.reads_attention).on_cpu()
-            output = add_grounded_phrases(output)
-            predictions += model.task.predict(output)
-            if losses is not None:
-                losses.add(output.task_losses)
-    model.train(was_training)
-    signal_numbers = [number for number in gather_object([received_signal()]) if number is not None]
-    if signal_numbers:
-        raise InterruptedEvaluationError(signal_numbers[0])
-    predictions = gather_to_main(accelerator, predictions)
-    if unreadable is not None:
-        unreadable += sorted(gather_object(skipped), key=lambda one: one.texts)
-        if unreadable and accelerator.is_main_process:
-            more = f" (and {len(unreadable) - 1} more)" if len(unreadable) > 1 else ""
-            texts = sum(len(one.texts) for one in unreadable)
-            logger.warning("%s: %s%s; %d texts have no prediction.", name, unreadable[0].reason, more, texts)
-    if not accelerator.is_main_process:
+        Args:
+            max_images: evaluate only the first `max_images` images of each split; None = all.
+            output: folder for `predictions_<split>_<boxes>.json`; None writes nothing.
+            show: called on the main process with the predictions of each split and box source, and their name.
+
+        Returns:
+            The metrics of all splits, including the loss if `train.keep_best` names it.
+
+        Raises:
+            InterruptedEvaluationError: a process has received a signal.
+        """
+        metrics: dict[str, Any] = {}
+        best = MetricName.read(self.config.train.keep_best or "")
+        for split in self.config.data.eval_splits:
+            for boxes in map(BoxSource, self.config.eval.boxes):
+                needs_loss = best is not None and (best.metric, best.split, best.source) == (LOSS, split, boxes)
+                examples = run.eval_data[split, boxes]
+                evaluation = self.evaluate_split(
+                    run.model, examples, split, boxes, max_images=max_images, with_loss=needs_loss
+                )
+                metrics |= evaluation.metrics
+                if self.accelerator.is_main_process:
+                    if show is not None:
+                        show(evaluation.predictions, f"{split}, {boxes}")
+                    if output is not None:
+                        ending = f"{file_name(split)}_{boxes}.json"
+                        evaluation.write(output / f"predictions_{ending}", output / f"unreadable_{ending}")
+        return metrics
+
+    def evaluate_split(
+        self,
+        model: VisionLanguageModel,
+        examples: ExampleDataset,
+        split: str,
+        boxes: BoxSource,
+        *,
+        max_images: int | None = None,
+        with_loss: bool = False,
+        skip_broken: bool = True,
+    ) -> Evaluation:
+        """Return the predictions and metrics of one split.
+
+        Args:
+            with_loss: include the loss if any text has a target.
+            skip_broken: skip missing and unreadable images; False: raise an error.
+        """
+        losses = LossSums() if with_loss else None
+        unreadable: list[Unreadable] = []
+        predictions = self.predict_texts(
+            model,
+            examples,
+            max_images=max_images,
+            name=f"{split}, {boxes}",
+            losses=losses,
+            unreadable=unreadable if skip_broken else None,
+        )
+        scores = on_main(self.accelerator, lambda: compute_metrics(model.task, predictions))
+        if unreadable:
+            unreadable_images: set[tuple[int, str]] = set()
+            for request in unreadable:
+                unreadable_images.update((request.part, image_id) for image_id in request.images)
+            scores["unreadable_images"] = len(unreadable_images)
+        if losses is not None:
+            scores |= losses.metrics(self.config)
+        if max_images is None:
+            data = self.config.data
+            scores |= on_main(self.accelerator, lambda: sureness_metrics(model.task, predictions))
+            scores |= shortcuts.best_shortcuts(user_path(data.root, "data.root"), data.name, split)
+        return Evaluation(predictions, named_metrics(scores, split, boxes), unreadable)
+
+    def predict_texts(
+        self,
+        model: VisionLanguageModel,
+        examples: ExampleDataset,
+        *,
+        max_images: int | None = None,
+        name: str = "evaluation",
+        losses: LossSums | None = None,
+        unreadable: list[Unreadable] | None = None,
+    ) -> list[Prediction]:
+        """Predict every text of a split, with `correct`; the result is empty on all but the main process.
+
+        Args:
+            losses: accumulates the losses of the task and of phrases.
+            unreadable: collects missing and unreadable images of all processes, which are skipped and logged; None:
+                such an image raises an error.
+        """
+        accelerator = self.accelerator
+        skipped = None if unreadable is None else []
+        loader = self._make_loader(examples, max_images, skipped)
+        was_training = model.training
+        model.eval()
+        if accelerator.num_processes > 1:  # use the batch statistics of the main process, as `save_model` does
+            for buffer in model.buffers():
+                broadcast(buffer, from_process=0)
+        predictions: list[Prediction] = []
+        bar = tqdm(loader, desc=name, unit="batch", leave=False, delay=1, disable=not accelerator.is_local_main_process)
+        with torch.no_grad(), accelerator.autocast(), bar:
+            for batch in bar:
+                if self.received_signal() is not None:
+                    break
+                batch = batch.to(accelerator.device)
+                output = model(batch, output_attentions=model.task.reads_attention).on_cpu()
+                output = add_grounded_phrases(output)
+                predictions += model.task.predict(output)
+                if losses is not None:
+                    losses.add(output.task_losses)
+        model.train(was_training)
+        signal_numbers = [number for number in gather_object([self.received_signal()]) if number is not None]
+        if signal_numbers:
+            raise InterruptedEvaluationError(signal_numbers[0])
+        predictions = gather_to_main(accelerator, predictions)
+        if unreadable is not None:
+            unreadable += sorted(gather_object(skipped), key=lambda request: request.texts)
+            if unreadable and accelerator.is_main_process:
+                more = f" (and {len(unreadable) - 1} more)" if len(unreadable) > 1 else ""
+                texts = sum(len(request.texts) for request in unreadable)
+                logger.warning("%s: %s%s; %d texts have no prediction.", name, unreadable[0].reason, more, texts)
+        if not accelerator.is_main_process:
+            return predictions
+        predictions.sort(key=lambda prediction: prediction.text_index)
+        if unreadable and not predictions:
+            raise UserError(f"{name}: no image can be read; {unreadable[0].reason}")
+        for prediction in predictions:
+            if not isinstance(prediction, PhrasesOnly):
+                prediction.correct = model.task.correctness(prediction)
         return predictions
-    predictions.sort(key=lambda prediction: prediction.text_index)
-    if unreadable and not predictions:
-        raise UserError(f"{name}: no image can be read; {unreadable[0].reason}")
-    for prediction in predictions:
-        if not isinstance(prediction, PhrasesOnly):
-            prediction.correct = model.task.correctness(prediction)
-    return predictions
+
+    def _make_loader(
+        self, examples: ExampleDataset, max_images: int | None, unreadable: list[Unreadable] | None
+    ) -> BatchLoader:
+        """Return the batches of this process, of the first `max_images` images (None: all), each image once.
+
+        Processes receive whole batches: features depend slightly on padding, so the composition of a batch must not
+        depend on the number of processes. `unreadable`: see `BatchLoader`.
+        """
+        sampler = GroupedBatchSampler(
+            examples.groups[:max_images],
+            images_per_batch=self.config.eval.images_per_batch,
+            shuffle=False,
+            rank=self.accelerator.process_index,
+            world_size=self.accelerator.num_processes,
+        )
+        joined = functools.partial(collate, canvas=self.config.data.canvas)
+        return BatchLoader(examples, sampler, joined, workers=self.config.data.workers, unreadable=unreadable)
 
 
 @lasting_output()
@@ -397,7 +389,8 @@ def evaluate_run(
             run's folder `evaluations`, which replaces an earlier evaluation of the same name.
 
     Returns:
-        The metrics (as in `evaluate_splits`), and the predictions file on the main process (None on the others).
+        The metrics (as in `Evaluator.evaluate_splits`), and the predictions file on the main process (None on the
+        others).
     """
     boxes = BoxSource(boxes)
     name = "_".join([split, boxes, *([iou] if iou is not None else [])])
@@ -413,10 +406,13 @@ def evaluate_run(
     accelerator = make_accelerator(config.train.mixed_precision, tf32=config.train.tf32, max_wait_minutes=waits)
     model.to(accelerator.device)
     examples = build_examples(config, model, tokenizer, split, boxes=boxes)
-    evaluation = evaluate_split(
-        *(config, model, examples, accelerator, split, boxes), with_loss=with_loss, skip_broken=config.data.skip_broken
+    evaluation = Evaluator(config, accelerator).evaluate_split(
+        model, examples, split, boxes, with_loss=with_loss, skip_broken=config.data.skip_broken
     )
-    metrics = ({str(MetricName(split, LOSS, boxes)): None} if with_loss else {}) | evaluation.metrics
+    metrics: dict[str, Any] = {}
+    if with_loss:
+        metrics[str(MetricName(split, LOSS, boxes))] = None
+    metrics |= evaluation.metrics
     if accelerator.is_main_process:
         settings = [*(overrides or []), *convention]
         write_json(metrics_path, {**replace_nan(metrics), "run": str(run_dir), "settings": settings})
@@ -475,7 +471,8 @@ def predict_split(
         if boxes is BoxSource.ONLINE:
             warn_of_random_boxes(config.detector)
         model.to(accelerator.device)
-        predictions.append(with_target(predict_texts(config, model, examples, accelerator, name=f"{split}, {boxes}")))
+        evaluator = Evaluator(config, accelerator)
+        predictions.append(with_target(evaluator.predict_texts(model, examples, name=f"{split}, {boxes}")))
         model.cpu()
     metrics = on_main(accelerator, lambda: task.metrics(predictions[0]))
     if len(predictions) == 2:

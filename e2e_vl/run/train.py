@@ -40,7 +40,7 @@ from e2e_vl.model import VisionLanguageModel
 from e2e_vl.parts import check_name
 from e2e_vl.run import checkpoint as checkpoints
 from e2e_vl.run.build import Run, build_run, resolve_config
-from e2e_vl.run.evaluate import LOSS, InterruptedEvaluationError, MetricName, evaluate_splits, phrase_weights
+from e2e_vl.run.evaluate import LOSS, Evaluator, InterruptedEvaluationError, MetricName, phrase_weights
 from e2e_vl.run.guards import FiniteCheck, StopSignals, check_images, run_lock, warn_of_shared_images
 from e2e_vl.run.launch import make_accelerator, on_main
 from e2e_vl.run.optim import build_optimizer, build_schedule, objective_weights
@@ -199,7 +199,8 @@ class Trainer:
         self.eval_images = limit if is_limited else None
         self.best = BestModel(self.output / "best", settings.keep_best, settings.patience)
         if settings.keep_best is not None:  # check the name before training, and before the seeds are set
-            self.best.check_name(evaluate_splits(config, run, accelerator, max_images=config.eval.images_per_batch))
+            evaluator = Evaluator(config, accelerator)
+            self.best.check_name(evaluator.evaluate_splits(run, max_images=config.eval.images_per_batch))
         # after weight initialisation: a different but reproducible seed for dropout and RoI sampling on each process
         set_seed(config.seed, device_specific=True)
         self.step = self.images_seen = self.skipped_steps = 0
@@ -389,16 +390,13 @@ class Trainer:
         """
         self.stop.at_once = self.saved_step == self.step
         try:
-            metrics = evaluate_splits(
-                self.config,
+            metrics = Evaluator(self.config, self.accelerator, self.stop.received).evaluate_splits(
                 self.built,
-                self.accelerator,
                 max_images=max_images,
                 output=self.output if final else None,
-                show=lambda records, name: track_pictures(
-                    self.accelerator, self.built.model.task, records, name, self.step
+                show=lambda predictions, name: track_pictures(
+                    self.accelerator, self.built.model.task, predictions, name, self.step
                 ),
-                received_signal=self.stop.received,
             )
         except InterruptedEvaluationError as interrupted:
             self.stop_run(interrupted.signal_number)
@@ -455,7 +453,7 @@ class Trainer:
             if summary["best"]["step"] != self.step:  # evaluate the best model on all images
                 _, best_model, _ = checkpoints.load_model(best.folder)
                 built = dataclasses.replace(self.built, model=best_model.to(self.accelerator.device))
-                summary["best"]["metrics"] = evaluate_splits(self.config, built, self.accelerator)
+                summary["best"]["metrics"] = Evaluator(self.config, self.accelerator).evaluate_splits(built)
             if is_main:
                 write_json(best.folder / "metrics.json", replace_nan(summary["best"].get("metrics", metrics)))
         if best.is_over and self.step < self.total_steps:

@@ -32,7 +32,7 @@ from e2e_vl.run import evaluate as evaluation
 from e2e_vl.run import train as training
 from e2e_vl.run.build import build_examples
 from e2e_vl.run.checkpoint import load_model, translate_full_disk
-from e2e_vl.run.evaluate import predict_texts
+from e2e_vl.run.evaluate import Evaluator
 from e2e_vl.run.launch import make_accelerator
 from e2e_vl.run.train import train
 from tests.conftest import ENCODERS, cpu_with_one_thread
@@ -71,8 +71,8 @@ def test_a_saved_model_is_the_model_in_memory(trained_run):
     assert all(torch.equal(value, kept[name]) for name, value in saved.items())
     assert model.detector.config == trained_run.model.detector.config
     examples = build_examples(config, model, tokenizer, "val", boxes="online")
-    accelerator = make_accelerator("no")
-    one, other = (predict_texts(config, each, examples, accelerator) for each in (model, trained_run.model))
+    evaluator = Evaluator(config, make_accelerator("no"))
+    one, other = (evaluator.predict_texts(each, examples) for each in (model, trained_run.model))
     assert one == other
 
 
@@ -150,7 +150,7 @@ def test_signals_end_a_run_and_nothing_is_lost(uninterrupted, tiny_config, monke
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     config = tiny_config(*SETTINGS)
-    step, predict = training.Trainer.train_step, evaluation.predict_texts
+    step, predict = training.Trainer.train_step, Evaluator.predict_texts
     add_grounded_phrases = evaluation.add_grounded_phrases
 
     def terminated(self, micro_batches):
@@ -176,13 +176,13 @@ def test_signals_end_a_run_and_nothing_is_lost(uninterrupted, tiny_config, monke
         patch.setattr(evaluation, "add_grounded_phrases", terminated_evaluation)
         train(replaced(config, train={"save_every_epochs": 0}), resume=True)
     assert not logged(config.output, "eval")
-    monkeypatch.setattr(evaluation, "predict_texts", interrupted)
+    monkeypatch.setattr(Evaluator, "predict_texts", interrupted)
     with pytest.raises(StoppedRunError, match="stopped by SIGINT") as caught:
         train(config, resume=True)
     assert caught.value.status == 130
     newest = max((Path(config.output) / "checkpoints").iterdir())
     assert newest.name == "step_00000004", "saved before the evaluation, which may fail"
-    monkeypatch.setattr(evaluation, "predict_texts", predict)
+    monkeypatch.setattr(Evaluator, "predict_texts", predict)
     train(config, resume=True)
     assert_same_run(uninterrupted, config.output)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
