@@ -63,36 +63,36 @@ logger = logging.getLogger(__name__)
 
 
 class CaptionSource(abc.ABC):
-    """Images with captions, which are numbered image by image. `groups`: the captions of each image."""
+    """Images with captions, which are numbered image by image."""
 
-    groups: TextGroups
+    groups: TextGroups  # the captions of each image
 
     @abc.abstractmethod
     def caption(self, text: int) -> str:
-        """The caption with index `text`."""
+        """Return the caption with index `text`."""
 
     @abc.abstractmethod
     def name(self, group: int) -> str:
-        """The image's id, as used in box files."""
+        """Return the id of the image with index `group`, as used in box files."""
 
     @abc.abstractmethod
     def image(self, group: int) -> Path | ImageBytes:
-        """The file of the image with index `group`, or its contents."""
+        """Return the file of the image with index `group`, or its contents."""
 
     def part(self, group: int) -> int:
-        """The index of the joined split that the image belongs to."""
+        """Return the index of the joined split that the image belongs to."""
         return 0
 
     @abc.abstractmethod
     def contents(self) -> Iterable[np.ndarray]:
-        """What was read, see `VLDataset.contents`."""
+        """Yield what was read, see `VLDataset.contents`."""
 
     def image_size(self, group: int) -> tuple[int, int] | None:
-        """(height, width) according to the annotations, or None."""
+        """Return (height, width) according to the annotations; None if they do not state it."""
         return None
 
     def boxes(self, group: int) -> CandidateBoxes | None:
-        """The boxes stored with the captions, or None."""
+        """Return the boxes that are stored with the captions; None if there are none."""
         return None
 
 
@@ -149,7 +149,9 @@ class CocoCaptions(CaptionSource):
                         "id, by which captions name it"
                     )
                 if number == len(images):
-                    size = None if row.height is None or row.width is None else (row.height, row.width)
+                    size = None
+                    if row.height is not None and row.width is not None:
+                        size = (row.height, row.width)
                     images.append(_CaptionedImage(part, str(row.id), row.file_name, size))
                     captions.append([])
             skipped = SkippedRecords(path)
@@ -213,7 +215,7 @@ class RegionFile(Record):
     features: str = ""
 
     def matrix(self, key: str, origin: str) -> np.ndarray:
-        """float32 [R, columns], finite."""
+        """Decode one of the strings: float32 [R, columns], finite."""
         with reading(f"{origin}: {key}", ValueError):
             values = np.frombuffer(base64.b64decode(getattr(self, key)), dtype="<f4").reshape(self.num_boxes, -1)
         if not values.size or not np.isfinite(values).all():
@@ -242,8 +244,10 @@ class VLBertCaptions(CaptionSource):
         self._record(0)  # fail early if the file has another format
 
     def caption(self, text: int) -> str:
-        found = self._record(text).caption
-        return found if isinstance(found, str) else " ".join(found)
+        caption = self._record(text).caption
+        if isinstance(caption, str):
+            return caption
+        return " ".join(caption)
 
     def name(self, group: int) -> str:
         return self._record(group).image
@@ -253,8 +257,11 @@ class VLBertCaptions(CaptionSource):
 
     def image(self, group: int) -> Path | ImageBytes:
         name = self._record(group).image
-        found = self._archives.find(name)
-        return found if isinstance(found, Path) else ImageBytes(self._archives.read(name), f"{found[0]}: {found[1]}")
+        location = self._archives.find(name)
+        if isinstance(location, Path):
+            return location
+        archive, member = location
+        return ImageBytes(self._archives.read(name), f"{archive}: {member}")
 
     def boxes(self, group: int) -> CandidateBoxes | None:
         if not self.with_boxes:
@@ -262,22 +269,28 @@ class VLBertCaptions(CaptionSource):
         name = self._record(group).frcnn
         origin = str(self._archives.root / name)
         content = decode_json(self._archives.read(name), origin, RegionFile)
-        boxes, classes = (content.matrix(key, origin) for key in ("boxes", "classes"))
+        boxes = content.matrix("boxes", origin)
+        class_probs = content.matrix("classes", origin)
         require_pixels(boxes, origin)
-        order = np.argsort(-classes.max(axis=1), kind="stable")
-        features = content.matrix("features", origin)[order] if self.with_features else None
+        order = np.argsort(-class_probs.max(axis=1), kind="stable")
+        features = None
+        image_feature = None
+        if self.with_features:
+            features = content.matrix("features", origin)[order]
+            image_feature = features.mean(axis=0)
         return CandidateBoxes(
             boxes[order],
             origin,
-            classes[order],
-            (content.image_h, content.image_w),
-            features,
-            None if features is None else features.mean(axis=0),
+            class_probs[order],
+            image_size=(content.image_h, content.image_w),
+            features=features,
+            image_feature=image_feature,
         )
 
     def _record(self, number: int) -> _CaptionLine | _CaptionLineWithBoxes:
+        kind = _CaptionLineWithBoxes if self.with_boxes else _CaptionLine
         where = f"{self.lines.path}: line {number + 1} (not counting blank lines)"
-        return decode_json(self.lines[number], where, _CaptionLineWithBoxes if self.with_boxes else _CaptionLine)
+        return decode_json(self.lines[number], where, kind)
 
 
 # Captions in webdataset shards, as written by img2dataset
@@ -307,7 +320,7 @@ class ShardCaptions(CaptionSource):
         self.groups = TextGroups.consecutive(np.ones(len(self._index), dtype=np.int64))
 
     def _find_records(self) -> np.ndarray:
-        """int64 [n, 4]: shard, offsets of the image's and the caption's header in the shard, and hash of the name."""
+        """Return int64 [n, 4]: shard, offsets of the headers of image and caption in it, and hash of the name."""
         rows: list[tuple[int, int, int, int]] = []
         member_names: list[str] = []  # of the first members, for an error message
         skipped = SkippedRecords(self.shards[0].parent)
@@ -379,7 +392,7 @@ class ShardCaptions(CaptionSource):
 
     @contextlib.contextmanager
     def _member(self, record: int, column: int) -> Iterator[tuple[str, IO[bytes]]]:
-        """Name and contents of the record's image (column 1) or caption (column 2)."""
+        """Open the record's image (column 1) or caption (column 2): its name and its contents."""
         with self.shards[self._index[record, 0]].open("rb") as file:
             file.seek(int(self._index[record, column]))
             with tarfile.open(fileobj=file, mode="r:") as archive:  # reads from the file's position
@@ -425,7 +438,7 @@ class CaptionDataset(VLDataset):
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: CaptionOptions, split: str) -> Iterable[str]:
-        """All captions of a split and all lines of the corpus."""
+        """Yield all captions of a split and all lines of the corpus."""
         source = _source(files, options, split, BoxSource.ONLINE)
         yield from (source.caption(text) for text in range(len(source.groups.texts)))
         yield from _corpus(files, options, split) or ()
@@ -434,11 +447,11 @@ class CaptionDataset(VLDataset):
         return len(self.groups.texts)
 
     def __getitem__(self, text: int) -> str:
-        """One caption; captions of other images may be sampled."""
+        """Return a caption; captions of other images may be sampled."""
         return self.source.caption(text)
 
     def image_ids(self) -> Iterable[str]:
-        """Only for COCO captions: reading millions of names would be slow."""
+        """Yield the ids of the images of COCO captions; reading millions of names of other images would be slow."""
         return (key.id for key in self.image_keys())
 
     def image_keys(self) -> Iterable[ImageKey]:
@@ -483,19 +496,14 @@ class CaptionDataset(VLDataset):
         objects = None
         if self.instances:
             image_record = self.instances[part][name]
-            size = image_record.height, image_record.width
+            size = (image_record.height, image_record.width)
             objects = self.instances[part].objects(name)
         elif self.metadata:
             size, objects = read_detected_objects(self._metadata_file(group), self.min_object_score)
-        has_files = isinstance(self.source, CocoCaptions)  # the others search archives to find an image
-        image = SampleImage(
-            name,
-            self.source.image(group) if has_files else functools.partial(self.source.image, group),
-            size,
-            objects=objects,
-            boxes=self.source.boxes(group),
-            part=part,
-        )
+        file = functools.partial(self.source.image, group)  # searches archives, when it is needed
+        if isinstance(self.source, CocoCaptions):
+            file = self.source.image(group)
+        image = SampleImage(name, file, size, objects=objects, boxes=self.source.boxes(group), part=part)
         captions = tuple(
             SampleText(text, self.source.caption(text), {"image_id": name}, image_index=self.image_index)
             for text in texts
@@ -504,7 +512,7 @@ class CaptionDataset(VLDataset):
 
 
 def _parts(options: CaptionOptions, split: str) -> list[dict[str, str]]:
-    """The placeholder values of each joined split."""
+    """Return the placeholder values of each joined split."""
     if options.source != "coco":
         return [{"split": split}]
     return [{"split": name, "images": coco_image_set(name) or name} for name in split_names(split)]
@@ -517,17 +525,21 @@ def _source(
     boxes: BoxSource,
     sources: Sequence[Hashable] | None = None,
 ) -> CaptionSource:
-    """The captions of a split, with their stored boxes if the box source needs them; `sources`: see `CocoCaptions`."""
+    """Open the captions of a split, with their stored boxes if the box source needs them.
+
+    Args:
+        sources: see `CocoCaptions`.
+    """
     if options.source == "coco":
-        parts = _parts(options, split)
-        return CocoCaptions(
-            [(files.path("captions", **values), files.path("images", **values)) for values in parts], sources
-        )
+        parts = []
+        for values in _parts(options, split):
+            parts.append((files.path("captions", **values), files.path("images", **values)))
+        return CocoCaptions(parts, sources)
     if options.source == "shards":
         return ShardCaptions(files.path("shards", split=split), _index_folder(files, options))
-    name = {BoxSource.DETECTIONS: "detections", BoxSource.PRECOMPUTED: "features"}.get(boxes, "captions")
+    file_keys = {BoxSource.DETECTIONS: "detections", BoxSource.PRECOMPUTED: "features"}
     return VLBertCaptions(
-        files.path(name, split=split),
+        files.path(file_keys.get(boxes, "captions"), split=split),
         _index_folder(files, options),
         with_boxes=boxes is BoxSource.DETECTIONS,
         with_features=boxes is BoxSource.PRECOMPUTED,
@@ -535,7 +547,7 @@ def _source(
 
 
 def _corpus(files: DataFiles, options: CaptionOptions, split: str) -> ConcatDataset | None:
-    """The lines of the text files; the settings join the file names by "+" (as in the official code)."""
+    """Open the lines of the text files; the settings join the file names by "+" (as in the official code)."""
     if "corpus" not in files or not options.use_corpus:
         return None
     names = files.name("corpus", split=split).split("+")

@@ -50,19 +50,19 @@ class BoxReader(abc.ABC):
     files: Sequence[Path]
 
     def of_part(self, part: int) -> BoxReader:
-        """The reader of one of the joined splits, see `ImageKey`."""
+        """Return the reader of one of the joined splits, see `ImageKey`."""
         return self
 
     @abc.abstractmethod
     def __contains__(self, image_id: str) -> bool:
-        """Whether any file contains the image."""
+        """Return whether any file contains the image."""
 
     @abc.abstractmethod
     def read(self, image_id: str) -> CandidateBoxes:
-        """The boxes of one image."""
+        """Read the boxes of an image."""
 
     def contents(self) -> Iterable[np.ndarray | list[str] | dict[str, Any] | None]:
-        """What was read when the files were opened, for `tables.fingerprint`."""
+        """Yield what was read when the files were opened, for `tables.fingerprint`."""
         return ()
 
     def require_images(self, images: Iterable[ImageKey], split: str) -> None:
@@ -96,7 +96,7 @@ class BoxesOfParts(BoxReader):
         return any(image_id in reader for reader in self.readers)
 
     def read(self, image_id: str) -> CandidateBoxes:
-        """The boxes of one image whose id only one of the splits uses."""
+        """Read the boxes of an image whose id only one of the splits uses."""
         readers = [reader for reader in dict.fromkeys(self.readers) if image_id in reader]
         if len(readers) > 1:
             raise UserError(
@@ -112,7 +112,7 @@ class _Detection(Record):
 
 
 def read_detections(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Boxes float64 [R, 4] and scores float32 [R] of each image in MAttNet's `*_dets.json`, in file order.
+    """Read boxes float64 [R, 4] and scores float32 [R] of each image in MAttNet's `*_dets.json`, in file order.
 
     The file is an unsorted list of {`image_id`, `box` [x, y, w, h], `score`, ...}. Boxes with a side of 0 are skipped,
     and their number is logged; a negative side is an error.
@@ -130,10 +130,11 @@ def read_detections(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     skipped.log()
     if boxes:
         require_pixels(np.concatenate(list(boxes.values())), str(path))
-    return {
-        image_id: (np.array(corners, dtype=np.float64), np.array(scores[image_id], dtype=np.float32))
-        for image_id, corners in boxes.items()
-    }
+    detections = {}
+    for image_id, corners in boxes.items():
+        box_scores = np.array(scores[image_id], dtype=np.float32)
+        detections[image_id] = (np.array(corners, dtype=np.float64), box_scores)
+    return detections
 
 
 class DetectedBoxes(BoxReader):
@@ -142,24 +143,25 @@ class DetectedBoxes(BoxReader):
     def __init__(self, files: Sequence[Path], selection: SelectionRule) -> None:
         self.files = files
         self.selection = selection
-        self._found: dict[str, tuple[Path, np.ndarray, np.ndarray]] = {}
+        self._detections: dict[str, tuple[Path, np.ndarray, np.ndarray]] = {}
         for path in files:
-            for image_id, found in read_detections(path).items():
-                self._found.setdefault(image_id, (path, *found))
+            for image_id, (boxes, scores) in read_detections(path).items():
+                self._detections.setdefault(image_id, (path, boxes, scores))
 
     def contents(self) -> Iterable[np.ndarray | list[str]]:
-        yield list(self._found)
-        for _, boxes, scores in self._found.values():
+        yield list(self._detections)
+        for _, boxes, scores in self._detections.values():
             yield boxes
             yield scores
 
     def __contains__(self, image_id: str) -> bool:
-        return image_id in self._found
+        return image_id in self._detections
 
     def read(self, image_id: str) -> CandidateBoxes:
         self.require_images([ImageKey(0, image_id)], "data")
-        path, boxes, scores = self._found[image_id]
-        return CandidateBoxes(boxes[select_regions(scores, self.selection).numpy()], f"{path}: image {image_id}")
+        path, boxes, scores = self._detections[image_id]
+        rows = select_regions(scores, self.selection).numpy()
+        return CandidateBoxes(boxes[rows], f"{path}: image {image_id}")
 
     def warn_of_boxes_outside(self, sizes: Mapping[str, tuple[int, int]]) -> None:
         """Log a warning if many boxes exceed their images, such as corners in place of width and height.
@@ -170,13 +172,15 @@ class DetectedBoxes(BoxReader):
         image_ids = [image_id for image_id in sizes if image_id in self]
         if not image_ids:
             return
-        boxes = [self._found[image_id][1] for image_id in image_ids]
+        boxes = [self._detections[image_id][1] for image_id in image_ids]
         counts = [len(rows) for rows in boxes]
+        image_sizes = [sizes[image_id][::-1] for image_id in image_ids]
+        first_path = self._detections[image_ids[0]][0]
         warn_of_boxes_outside(
             np.concatenate(boxes),
-            np.repeat([sizes[image_id][::-1] for image_id in image_ids], counts, axis=0),
+            np.repeat(image_sizes, counts, axis=0),
             np.repeat(image_ids, counts),
-            str(self._found[image_ids[0]][0]),
+            str(first_path),
         )
 
 
@@ -194,7 +198,7 @@ class StoredBoxes(BoxReader):
         self.files = [store.path for store in self.stores]
 
     def contents(self) -> Iterable[dict[str, Any] | None]:
-        """How the features were extracted; reading all of them would take long."""
+        """Yield how the features were extracted; reading all of them would take long."""
         return (store.stamp for store in self.stores)
 
     def __contains__(self, image_id: str) -> bool:
@@ -248,22 +252,28 @@ def open_boxes_of(dataset: VLDataset, settings: DataSettings, boxes: BoxSource) 
         sizes = _some_image_sizes(dataset)
         for file, reader in readers.items():
             if isinstance(reader, DetectedBoxes):
-                reader.warn_of_boxes_outside({key.id: size for key, size in sizes.items() if files[key.part] == file})
-    return readers[files[0]] if len(readers) == 1 else BoxesOfParts([readers[file] for file in files])
+                sizes_of_file = {key.id: size for key, size in sizes.items() if files[key.part] == file}
+                reader.warn_of_boxes_outside(sizes_of_file)
+    if len(readers) == 1:
+        return readers[files[0]]
+    return BoxesOfParts([readers[file] for file in files])
 
 
 _IMAGES_COMPARED = 200  # with the boxes of a file of detections, which has no image sizes
 
 
 def _some_image_sizes(dataset: VLDataset) -> dict[ImageKey, tuple[int, int]]:
-    """The annotated (height, width) of evenly spaced images of a split."""
+    """Return the annotated (height, width) of evenly spaced images of a split."""
     sizes: dict[ImageKey, tuple[int, int]] = {}
-    number = len(dataset.groups)
-    for row in range(0, number, max(number // _IMAGES_COMPARED, 1)):
+    num_groups = len(dataset.groups)
+    for row in range(0, num_groups, max(num_groups // _IMAGES_COMPARED, 1)):
         texts = dataset.groups[row][:1]
+        if not len(texts):
+            continue
         with contextlib.suppress(UserError):  # a damaged record is reported when it is loaded
-            images = dataset.sample(texts).images if len(texts) else ()
-            sizes |= {image.key: image.size for image in images if image.size is not None}
+            for image in dataset.sample(texts).images:
+                if image.size is not None:
+                    sizes[image.key] = image.size
     return sizes
 
 
@@ -290,12 +300,14 @@ def instance_mask(outlines: Sequence[np.ndarray], box: np.ndarray, side: int = 1
         float32 [S, S] of 0 and 1; all 0 if there is no outline.
     """
     mask = np.zeros((side, side), dtype=np.float32)
-    x1, y1, x2, y2 = (float(value) for value in box)
+    x1, y1, x2, y2 = map(float, box)
     if at == "centres":
         from matplotlib.path import Path as Outline  # slow to import
 
-        shares = (np.arange(side) + 0.5) / side
-        grid = np.stack(np.meshgrid(x1 + (x2 - x1) * shares, y1 + (y2 - y1) * shares), axis=-1)
+        cell_centres = (np.arange(side) + 0.5) / side  # as shares of the box
+        columns = x1 + (x2 - x1) * cell_centres
+        rows = y1 + (y2 - y1) * cell_centres
+        grid = np.stack(np.meshgrid(columns, rows), axis=-1)
         for outline in outlines:
             is_inside = Outline(outline, closed=False).contains_points(grid.reshape(-1, 2))
             mask[is_inside.reshape(side, side)] = 1
@@ -305,17 +317,19 @@ def instance_mask(outlines: Sequence[np.ndarray], box: np.ndarray, side: int = 1
     ratio = np.array([side / (x2 - x1 + 1), side / (y2 - y1 + 1)], dtype=np.float32)
     for outline in outlines:
         points = (outline.astype(np.float32) - origin) * ratio
-        mask[_covers(points.clip(0, side - 1).astype(np.float64), side)] = 1
+        points = points.clip(0, side - 1).astype(np.float64)
+        mask[_covers(points, side)] = 1
     return mask
 
 
 def _covers(points: np.ndarray, side: int) -> np.ndarray:
-    """bool [S, S]: grid points inside or on a closed outline [points, 2] (O'Rourke's crossing rule)."""
+    """Return which grid points are in or on a closed outline [points, 2]: bool [S, S] (O'Rourke's crossing rule)."""
     rows, columns = np.mgrid[:side, :side]
     grid = np.stack([columns, rows], axis=-1).astype(np.float64)
     end = points - grid[..., None, :]  # [S, S, points, 2]
     start = np.roll(end, 1, axis=2)
-    (x0, y0), (x1, y1) = np.moveaxis(start, -1, 0), np.moveaxis(end, -1, 0)
+    x0, y0 = np.moveaxis(start, -1, 0)
+    x1, y1 = np.moveaxis(end, -1, 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         crossing = (x1 * y0 - x0 * y1) / (y0 - y1)
     to_right = (((y0 > 0) != (y1 > 0)) & (crossing > 0)).sum(axis=2) % 2 == 1
@@ -372,19 +386,24 @@ class ImageLoader:
     def __init__(self, rules: ImageRules, source: BoxSource, box_reader: BoxReader | None = None) -> None:
         if source is BoxSource.PRECOMPUTED and rules.flip_probability > 0 and not rules.mirror_precomputed:
             raise UserError("Precomputed features do not allow flips; set data.flip to 0")
-        self.rules, self.source, self.box_reader = rules, source, box_reader
+        self.rules = rules
+        self.source = source
+        self.box_reader = box_reader
         self._warned_of_empty_mask = False
 
     def require_images(self, images: Iterable[ImageKey], split: str) -> None:
+        """Raise a UserError if the files of boxes lack images of the split."""
         if self.box_reader is not None:
             self.box_reader.require_images(images, split)
 
     def draw_augmentation(self, generator: np.random.Generator) -> Augmentation:
+        """Draw the random choices for one request."""
         flip = bool(generator.random() < self.rules.flip_probability)
-        return Augmentation(flip, self.rules.resize[int(generator.integers(len(self.rules.resize)))])
+        number = int(generator.integers(len(self.rules.resize)))
+        return Augmentation(flip, self.rules.resize[number])
 
     def load(self, image: SampleImage, augmentation: Augmentation, *, blank_if_broken: bool = False) -> ImageExample:
-        """Pixels (or saved features) of one image, with its candidate boxes.
+        """Load the pixels (or saved features) of an image, with its candidate boxes.
 
         Args:
             blank_if_broken: an image that is missing or cannot be read has the mean colour everywhere, if its size is
@@ -400,7 +419,9 @@ class ImageLoader:
             example = self._precomputed(image, candidates, augmentation)
         else:
             example = self._read(image, candidates, augmentation, blank_if_broken=blank_if_broken)
-        return example.without_boxes() if self.rules.is_blank and self.rules.blank_boxes else example
+        if self.rules.is_blank and self.rules.blank_boxes:
+            return example.without_boxes()
+        return example
 
     def load_without_pixels(self, image: SampleImage, size: tuple[int, int] | None) -> ImageExample:
         """Return what `load` returns, with the same checks, but do not open the image: its pixels are all 0.
@@ -423,7 +444,7 @@ class ImageLoader:
         return self._add_annotations(ImageExample(pixels, image_transform, name), image, candidates)
 
     def _candidates(self, image: SampleImage) -> CandidateBoxes | None:
-        """The candidate boxes of the sample or of a file, checked against the annotations; None if there are none."""
+        """Return the candidate boxes of the sample or of a file, checked against the annotations, or None."""
         candidates = image.boxes
         if candidates is None and self.box_reader is not None:
             candidates = self.box_reader.of_part(image.part).read(image.id)
@@ -433,18 +454,24 @@ class ImageLoader:
     def _read(
         self,
         image: SampleImage,
-        found: CandidateBoxes | None,
+        candidates: CandidateBoxes | None,
         augmentation: Augmentation,
         *,
         blank_if_broken: bool = False,
     ) -> ImageExample:
+        """Load the pixels of an image; arguments as in `load`."""
         rules = self.rules
-        annotated_size = self._annotated_size(image, found)
+        annotated_size = self._annotated_size(image, candidates)
         is_blank = rules.is_blank
         name = image.id
         try:
             file = image.locate()
-            content, name = (file.content, file.name) if isinstance(file, ImageBytes) else (file, str(file))
+            if isinstance(file, ImageBytes):
+                content = file.content
+                name = file.name
+            else:
+                content = file
+                name = str(file)
             size = None if annotated_size is None else tuple(annotated_size)
             pixels, size = load_resized(content, augmentation.resize, rules.channel_order, name, size)
         except (ValueError, OSError) as error:
@@ -459,12 +486,12 @@ class ImageLoader:
         image_transform = ImageTransform(size, pixels.shape[:2], augmentation.flip)
         if is_blank:
             pixels = np.broadcast_to(np.array(MEAN_COLOUR[rules.channel_order], dtype=np.uint8), pixels.shape)
-        return self._add_annotations(ImageExample(pixels, image_transform, name), image, found)
+        return self._add_annotations(ImageExample(pixels, image_transform, name), image, candidates)
 
     def _add_annotations(
         self, example: ImageExample, image: SampleImage, candidates: CandidateBoxes | None
     ) -> ImageExample:
-        """Add candidate boxes, boxes to mask and annotated objects, as far as they are needed; returns the example."""
+        """Add candidate boxes, boxes to mask and annotated objects, as far as they are needed; return the example."""
         image_transform = example.image_transform
         self._add_candidates(example, image, candidates)
         if image.boxes_to_mask is not None:
@@ -474,7 +501,7 @@ class ImageLoader:
         return example
 
     def _annotated_size(self, image: SampleImage, candidates: CandidateBoxes | None) -> tuple[int, int] | None:
-        """(height, width) of the image according to its box file or its annotations; None if neither says it."""
+        """Return (height, width) of the image according to its box file or its annotations; None if neither says it."""
         if candidates is not None and candidates.image_size is not None:
             return candidates.image_size
         return image.size
@@ -491,17 +518,17 @@ class ImageLoader:
                 f"{annotated_size[1]} x {annotated_size[0]} in its annotation file{hint}; use the annotated images"
             )
 
-    def _check_annotations(self, image: SampleImage, found: CandidateBoxes | None) -> None:
+    def _check_annotations(self, image: SampleImage, candidates: CandidateBoxes | None) -> None:
         """Check that required boxes and objects exist, and that box file and annotations have the same image size."""
-        if found is None and self.source not in (BoxSource.GT, BoxSource.ONLINE):
+        if candidates is None and self.source not in (BoxSource.GT, BoxSource.ONLINE):
             raise UserError(f"image {image.id} has no boxes '{self.source}'; set data.files.{self.source.needs[-1]}")
         needs_candidates = image.boxes is None and self.source.reads_annotations
         if image.objects is None and (needs_candidates or self.rules.with_objects):
-            wanted = f"boxes '{self.source}'" if needs_candidates else "the targets of the detection losses"
+            purpose = f"boxes '{self.source}'" if needs_candidates else "the targets of the detection losses"
             raise UserError(
-                f"image {image.id}: {wanted} need annotated objects; set an instances file (data.files.instances)"
+                f"image {image.id}: {purpose} need annotated objects; set an instances file (data.files.instances)"
             )
-        boxes_size = None if found is None else found.image_size
+        boxes_size = None if candidates is None else candidates.image_size
         if None not in (image.size, boxes_size) and image.size != boxes_size:
             is_rotated = image.size == boxes_size[::-1]
             remedy = "use features of the same images"
@@ -511,49 +538,57 @@ class ImageLoader:
                     "file as --images, or annotate the upright image"
                 )
             raise UserError(
-                f"{found.origin}: the image was {boxes_size[1]} x {boxes_size[0]} pixels, but "
+                f"{candidates.origin}: the image was {boxes_size[1]} x {boxes_size[0]} pixels, but "
                 f"{image.size[1]} x {image.size[0]} in its annotations; {remedy}"
             )
 
-    def _precomputed(self, image: SampleImage, found: CandidateBoxes, augmentation: Augmentation) -> ImageExample:
-        """Boxes and features from a file, and the image sizes without pixels."""
-        size = found.image_size
+    def _precomputed(self, image: SampleImage, candidates: CandidateBoxes, augmentation: Augmentation) -> ImageExample:
+        """Make an example of boxes and features from a file, with the sizes of the image but without its pixels."""
+        size = candidates.image_size
         image_transform = ImageTransform(size, augmentation.resize.target_size(*size), augmentation.flip)
-        features, whole = found.features, found.image_feature
-        if whole is None and self.rules.mean_image_feature:
-            whole = features.mean(axis=0) if len(features) else np.zeros(features.shape[1], dtype=np.float32)
+        features = candidates.features
+        image_feature = candidates.image_feature
+        if image_feature is None and self.rules.mean_image_feature:
+            image_feature = np.zeros(features.shape[1], dtype=np.float32)
+            if len(features):
+                image_feature = features.mean(axis=0)
         if self.rules.is_blank:
-            features, whole = np.zeros_like(features), None if whole is None else np.zeros_like(whole)
+            features = np.zeros_like(features)
+            if image_feature is not None:
+                image_feature = np.zeros_like(image_feature)
         return ImageExample(
             pixels=np.broadcast_to(np.uint8(0), (*image_transform.size, 3)),  # has a shape but takes no memory
             image_transform=image_transform,
-            name=str(image.file) if isinstance(image.file, Path) else found.origin,
-            boxes=image_transform.transform_and_clamp_boxes(found.boxes, found.origin),
-            class_probs=found.class_probs,
+            name=str(image.file) if isinstance(image.file, Path) else candidates.origin,
+            boxes=image_transform.transform_and_clamp_boxes(candidates.boxes, candidates.origin),
+            class_probs=candidates.class_probs,
             features=features,
-            image_feature=whole,
-            **found.found,
+            image_feature=image_feature,
+            **candidates.found,
         )
 
-    def _add_candidates(self, example: ImageExample, image: SampleImage, found: CandidateBoxes | None) -> None:
+    def _add_candidates(self, example: ImageExample, image: SampleImage, candidates: CandidateBoxes | None) -> None:
         """Add boxes from a file or the sample, and annotated boxes, depending on the source; boxes are clamped."""
         parts = []
-        if found is not None:
-            parts.append(example.image_transform.transform_and_clamp_boxes(found.boxes, found.origin))
-            example.class_probs = found.class_probs
+        if candidates is not None:
+            parts.append(example.image_transform.transform_and_clamp_boxes(candidates.boxes, candidates.origin))
+            example.class_probs = candidates.class_probs
         if image.boxes is None and self.source.reads_annotations:
             rows = range(len(image.objects)) if image.candidates is None else image.candidates
-            parts.append(self._annotated(example, image, list(rows), alone=not parts))
+            parts.append(self._add_annotated(example, image, list(rows), are_only_boxes=candidates is None))
         if parts:
             example.boxes = np.concatenate(parts)
-        if found is not None and len(parts) == 1:  # annotated boxes have no predictions
-            for name, values in found.found.items():
+        if candidates is not None and len(parts) == 1:  # annotated boxes have no predictions
+            for name, values in candidates.found.items():
                 setattr(example, name, values)
 
-    def _annotated(self, example: ImageExample, image: SampleImage, rows: Sequence[int], *, alone: bool) -> np.ndarray:
-        """Add annotated objects as candidate boxes; with ids, classes and masks if there are no others."""
-        objects, image_transform = image.objects, example.image_transform
-        if alone:
+    def _add_annotated(
+        self, example: ImageExample, image: SampleImage, rows: Sequence[int], *, are_only_boxes: bool
+    ) -> np.ndarray:
+        """Return annotated objects as candidate boxes; add their ids, classes and masks if there are no other boxes."""
+        objects = image.objects
+        image_transform = example.image_transform
+        if are_only_boxes:
             example.box_ids = None if objects.ids is None else tuple(objects.ids[row] for row in rows)
             example.box_classes = None if objects.classes is None else objects.classes[rows]
             if self.rules.mask_size is not None and (objects.outlines is not None or self.rules.fill_masks):
@@ -561,26 +596,33 @@ class ImageLoader:
         return image_transform.transform_and_clamp_boxes(objects.boxes[rows], objects.origin)
 
     def _masks(self, image: SampleImage, rows: Sequence[int], image_transform: ImageTransform) -> np.ndarray:
-        """float32 [R, S, S]; the mask of an object without outlines is its whole box."""
-        side, objects = self.rules.mask_size, image.objects
+        """Return the instance masks, float32 [R, S, S]; that of an object without outlines is its whole box."""
+        side = self.rules.mask_size
+        objects = image.objects
         if objects.outlines is None or self.rules.is_blank:  # outlines would reveal shapes
             return np.ones((len(rows), side, side), dtype=np.float32)
-        at = self.rules.mask_at
-        masks = [instance_mask(objects.outlines[row], objects.boxes[row], side, at) for row in rows]
-        joined = np.array(masks, dtype=np.float32).reshape(-1, side, side)
-        empty = ~joined.any(axis=(1, 2))
-        if empty.any() and not self._warned_of_empty_mask:
+        mask_at = self.rules.mask_at
+        masks = [instance_mask(objects.outlines[row], objects.boxes[row], side, mask_at) for row in rows]
+        masks = np.array(masks, dtype=np.float32).reshape(-1, side, side)
+        is_empty = ~masks.any(axis=(1, 2))
+        if is_empty.any() and not self._warned_of_empty_mask:
             self._warned_of_empty_mask = True
             logger.warning(
                 "%s: the outline of object %d covers no point of its mask, so its feature is zero; further such "
                 "objects are not logged. Set task.config.mask_size=null to use no masks.",
-                *(objects.origin, rows[int(empty.argmax())]),
+                objects.origin,
+                rows[int(is_empty.argmax())],
             )
-        return np.ascontiguousarray(joined[:, :, ::-1]) if image_transform.flipped else joined
+        if image_transform.flipped:
+            return np.ascontiguousarray(masks[:, :, ::-1])
+        return masks
 
     def _objects(self, objects: AnnotatedObjects, image_transform: ImageTransform) -> DetectionObjects:
-        kept = np.arange(len(objects)) if objects.is_crowd is None else np.flatnonzero(~objects.is_crowd)
-        moved = image_transform.transform_objects(objects.boxes[kept])
-        check_boxes([moved], [objects.origin], "object")
-        attributes = None if objects.attributes is None else objects.attributes[kept]
-        return DetectionObjects(moved, objects.classes[kept], attributes)
+        """Return the annotated objects, without crowds, as targets for the detection losses."""
+        rows = np.arange(len(objects))
+        if objects.is_crowd is not None:
+            rows = np.flatnonzero(~objects.is_crowd)
+        boxes = image_transform.transform_objects(objects.boxes[rows])
+        check_boxes([boxes], [objects.origin], "object")
+        attributes = None if objects.attributes is None else objects.attributes[rows]
+        return DetectionObjects(boxes, objects.classes[rows], attributes)
