@@ -56,8 +56,16 @@ ZIP_START = b"PK\x03\x04"  # of an `.npz` file
 TSV_COLUMNS = {
     "tsv": ("image_id", "image_w", "image_h", "num_boxes", "boxes", "features"),
     "lxmert": (
-        *("img_id", "img_h", "img_w", "objects_id", "objects_conf", "attrs_id", "attrs_conf"),
-        *("num_boxes", "boxes", "features"),
+        "img_id",
+        "img_h",
+        "img_w",
+        "objects_id",
+        "objects_conf",
+        "attrs_id",
+        "attrs_conf",
+        "num_boxes",
+        "boxes",
+        "features",
     ),
 }
 # Column of LXMERT's TSV file -> field of `RegionFeatures`
@@ -88,9 +96,13 @@ class RegionFeatures:
         return len(self.boxes)
 
     def columns(self) -> dict[str, np.ndarray]:
-        """The arrays with R rows, by name: `boxes`, `features` and the `OPTIONAL_COLUMNS` that are not None."""
-        names = ("boxes", "features", *OPTIONAL_COLUMNS)
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        """Return the arrays with R rows, by name: `boxes`, `features` and the `OPTIONAL_COLUMNS` that are not None."""
+        columns = {}
+        for name in ("boxes", "features", *OPTIONAL_COLUMNS):
+            values = getattr(self, name)
+            if values is not None:
+                columns[name] = values
+        return columns
 
     def check(self, image_id: str, where: str) -> None:
         """Raise a UserError if these are not plausible regions of the requested image; `where` begins its message.
@@ -107,21 +119,23 @@ class RegionFeatures:
         height, width = self.image_size
         size = np.array([width, height], dtype=np.float32)
         scores = [columns[name] for name in ("scores", "attribute_scores") if name in columns]
-        values = [*columns.values()] if self.image_feature is None else [*columns.values(), self.image_feature]
+        arrays = list(columns.values())
+        if self.image_feature is not None:
+            arrays.append(self.image_feature)
         problem = None
         if self.image_id != image_id:
             problem = f"has the features of image {self.image_id!r} instead of image {image_id!r}"
         elif {len(rows) for rows in columns.values()} != {len(self)}:
             problem = f"has columns of different lengths, {', '.join(columns)}"
-        elif not all(np.isfinite(one).all() for one in values):
+        elif not all(np.isfinite(array).all() for array in arrays):
             problem = "has NaN or infinite values"
         elif any((rows < -ROUNDING).any() or (rows > 1 + ROUNDING).any() for rows in scores):
             problem = "has scores outside [0, 1]"
         else:
             is_inverted = (self.boxes[:, :2] > self.boxes[:, 2:]).any(axis=1)
-            wrong = is_inverted | reach_outside(self.boxes, size)
-            if wrong.any():
-                box = self.boxes[wrong.argmax()].tolist()
+            is_wrong = is_inverted | reach_outside(self.boxes, size)
+            if is_wrong.any():
+                box = self.boxes[is_wrong.argmax()].tolist()
                 problem = (
                     f"has a box {box} that is inverted or exceeds the {width} x {height} image, as corners x1, y1, x2, "
                     "y2 in pixels of the original image"
@@ -148,15 +162,17 @@ def save_npz(file: Path | BinaryIO, record: RegionFeatures, stamp: dict[str, Any
 def load_npz(file: Path | BinaryIO, where: str | None = None) -> RegionFeatures:
     """Read regions written by `save_npz`; `where` names the file in error messages."""
     with reading(where or file, Exception), np.load(file, allow_pickle=False) as arrays:  # damage raises many types
-        names = [name for name in ("image_feature", *OPTIONAL_COLUMNS) if name in arrays]
+        optional = [name for name in ("image_feature", *OPTIONAL_COLUMNS) if name in arrays]
+        columns = {name: to_column(name, arrays[name]) for name in ("boxes", "features", *optional)}
         return RegionFeatures(
             image_id=str(arrays["image_id"]),
             image_size=tuple(arrays["image_size"].tolist()),
-            **{name: to_column(name, arrays[name]) for name in ("boxes", "features", *names)},
+            **columns,
         )
 
 
 def to_column(name: str, values: np.ndarray) -> np.ndarray:
+    """Return the values of a column in its dtype."""
     return values.astype(OPTIONAL_COLUMNS.get(name, np.float32), copy=False)
 
 
@@ -176,10 +192,10 @@ class FeatureStore(abc.ABC):
 
     @abc.abstractmethod
     def read(self, image_id: str) -> RegionFeatures:
-        """Regions of an image in `ids`."""
+        """Read the regions of an image in `ids`."""
 
     def __getitem__(self, image_id: str) -> RegionFeatures:
-        """Regions of one image, checked by `RegionFeatures.check`."""
+        """Read the regions of an image and check them with `RegionFeatures.check`."""
         if image_id not in self:
             example = next(reversed(self.rows), None)
             others = "of no image" if example is None else f"of images such as {example}"
@@ -193,6 +209,7 @@ class FeatureStore(abc.ABC):
 
 
 def open_features(path: str | Path) -> FeatureStore:
+    """Open a file or folder of region features in any format."""
     path = user_path(path)
     if not path.exists():
         raise MissingFileError(f"{path} does not exist; extract the region features with e2e-vl extract")
@@ -222,13 +239,13 @@ class NpzStore(FeatureStore):
 
 
 def npz_names(folder: Path) -> dict[str, str]:
-    """Image id -> path of its `.npz` file in a folder, relative to it, in the order of the ids."""
-    files = [file.relative_to(folder) for file in files_in(folder, (".npz",))]
-    return {unquote(file.with_suffix("").as_posix()): file.as_posix() for file in sorted(files)}
+    """Return the path of each image's `.npz` file in a folder, relative to it, by image id in the order of the ids."""
+    files = sorted(file.relative_to(folder) for file in files_in(folder, (".npz",)))
+    return {unquote(file.with_suffix("").as_posix()): file.as_posix() for file in files}
 
 
 def sidecar_path(path: Path) -> Path:
-    """The path of the JSON file with the stamp and the index of a TSV file."""
+    """Return the path of the JSON file with the stamp and the index of a TSV file."""
     return path.with_name(path.name + ".json")
 
 
@@ -252,7 +269,9 @@ class TsvStore(FeatureStore):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        content = read_json(sidecar_path(path), _Sidecar) if sidecar_path(path).is_file() else _Sidecar()
+        content = _Sidecar()
+        if sidecar_path(path).is_file():
+            content = read_json(sidecar_path(path), _Sidecar)
         if content.index is None or content.index.bytes != path.stat().st_size:
             content.index = self._scan()
             with contextlib.suppress(OSError):  # in a read-only folder the file is scanned every time
@@ -261,9 +280,11 @@ class TsvStore(FeatureStore):
         self.rows = content.index.offsets
 
     def _scan(self) -> _Index:
+        """Find the rows of the file; of several rows of one image, the last one counts."""
         offsets: dict[str, int] = {}
         skipped = SkippedRecords(self.path)
-        position, size = 0, self.path.stat().st_size
+        position = 0
+        size = self.path.stat().st_size
         title = f"indexing {self.path.name}"
         with self.path.open("rb") as file, tqdm(total=size, desc=title, unit="B", unit_scale=True, delay=1) as bar:
             for line in file:
@@ -305,21 +326,25 @@ class TsvStore(FeatureStore):
 def parse_row(line: str) -> RegionFeatures:
     """Parse a row of a TSV file; the number of columns tells the format. ValueError if the row is damaged."""
     cells = line.split("\t")
-    names = TSV_COLUMNS["lxmert" if len(cells) > len(TSV_COLUMNS["tsv"]) else "tsv"]
+    is_lxmert = len(cells) > len(TSV_COLUMNS["tsv"])
+    names = TSV_COLUMNS["lxmert" if is_lxmert else "tsv"]
     row = dict(zip(names, cells, strict=True))
-    number = _whole_number(row["num_boxes"])
-    is_lxmert = "img_id" in row
+    num_boxes = _whole_number(row["num_boxes"])
+    prefix = "img" if is_lxmert else "image"
+    optional = {}
+    if is_lxmert:
+        optional = {field: _array(row[name], OPTIONAL_COLUMNS[field]) for name, field in LXMERT_FIELDS.items()}
     return RegionFeatures(
-        image_id=row[names[0]],
-        image_size=tuple(_whole_number(row[f"{'img' if is_lxmert else 'image'}_{side}"]) for side in "hw"),
-        boxes=_array(row["boxes"], np.float32).reshape(number, 4),
-        features=_array(row["features"], np.float32).reshape(number, -1 if number else 0),
-        **{field: _array(row[name], OPTIONAL_COLUMNS[field]) for name, field in LXMERT_FIELDS.items() if is_lxmert},
+        image_id=row[f"{prefix}_id"],
+        image_size=(_whole_number(row[f"{prefix}_h"]), _whole_number(row[f"{prefix}_w"])),
+        boxes=_array(row["boxes"], np.float32).reshape(num_boxes, 4),
+        features=_array(row["features"], np.float32).reshape(num_boxes, -1 if num_boxes else 0),
+        **optional,
     )
 
 
 def _whole_number(cell: str) -> int:
-    """An integer, which other tools also write as 100.0."""
+    """Parse an integer, which other tools also write as 100.0."""
     value = float(cell)
     if not value.is_integer():
         raise ValueError(f"{cell} is no whole number")
@@ -327,6 +352,7 @@ def _whole_number(cell: str) -> int:
 
 
 def _array(cell: str, kind: type) -> np.ndarray:
+    """Decode base64 to an array of a dtype."""
     return np.frombuffer(base64.b64decode(cell, validate=True), dtype=kind).copy()
 
 
@@ -339,11 +365,12 @@ class Hdf5Store(FeatureStore):
             reading(path, OSError, KeyError, ValueError, TypeError, RuntimeError),
             import_optional("h5py").File(path, "r") as file,
         ):
-            ids = [image_id.decode() if isinstance(image_id, bytes) else str(image_id) for image_id in file["ids"][:]]
+            ids = [_decode_id(image_id) for image_id in file["ids"][:]]
             self.starts = file["starts"][:].astype(np.int64)
             self.sizes = file["image_sizes"][:].astype(np.int64)
             self.stamp = json.loads(file.attrs["stamp"]) if "stamp" in file.attrs else None
-            counts = {name: len(file[name]) for name in ("boxes", "features", *OPTIONAL_COLUMNS) if name in file}
+            names = [name for name in ("boxes", "features", *OPTIONAL_COLUMNS) if name in file]
+            counts = {name: len(file[name]) for name in names}
             digest = file.attrs.get("index_sha256")
         self.rows = {image_id: row for row, image_id in enumerate(ids)}
         self._check_index(ids, counts)
@@ -352,15 +379,11 @@ class Hdf5Store(FeatureStore):
 
     def _check_index(self, ids: list[str], counts: dict[str, int]) -> None:
         """Raise a UserError unless each image has its own rows in all columns."""
-        number = len(ids)
-        if len(self.rows) < number:
+        num_images = len(ids)
+        if len(self.rows) < num_images:
             require_unique(ids, f"{self.path}: image")
-        shapes = {"image_sizes": (self.sizes.shape, (number, 2)), "starts": (self.starts.shape, (number + 1,))}
-        for name, (shape, expected) in shapes.items():
-            if shape != expected:
-                raise UserError(
-                    f"{self.path}: {name} has the shape {[*shape]}, but {number} ids need {[*expected]}; write it again"
-                )
+        self._check_shape("image_sizes", self.sizes, (num_images, 2))
+        self._check_shape("starts", self.starts, (num_images + 1,))
         if self.starts[0] != 0:
             raise UserError(f"{self.path}: starts begins at {self.starts[0]} instead of 0; write it again")
         descending = np.flatnonzero(np.diff(self.starts) < 0)
@@ -375,11 +398,20 @@ class Hdf5Store(FeatureStore):
                 row = max(int(np.searchsorted(self.starts, count, side="right")) - 1, 0)
                 raise UserError(
                     f"{self.path}: starts ends at row {self.starts[-1]}, but {name} has {count} rows, which is wrong "
-                    f"from image {ids[min(row, number - 1)]} on; write it again"
+                    f"from image {ids[min(row, num_images - 1)]} on; write it again"
                 )
 
+    def _check_shape(self, name: str, values: np.ndarray, expected: tuple[int, ...]) -> None:
+        """Raise a UserError if an array of the index does not fit the number of ids."""
+        if values.shape != expected:
+            raise UserError(
+                f"{self.path}: {name} has the shape {[*values.shape]}, but {len(self.rows)} ids need {[*expected]}; "
+                "write it again"
+            )
+
     def read(self, image_id: str) -> RegionFeatures:
-        file, row = _open(import_optional("h5py").File, self.path), self.rows[image_id]
+        file = _open(import_optional("h5py").File, self.path)
+        row = self.rows[image_id]
         rows = slice(self.starts[row], self.starts[row + 1])
         with reading(f"{self.path}: image {image_id}", OSError, KeyError, ValueError, TypeError, RuntimeError):
             names = [name for name in OPTIONAL_COLUMNS if name in file]
@@ -389,8 +421,15 @@ class Hdf5Store(FeatureStore):
         return RegionFeatures(image_id=image_id, image_size=tuple(self.sizes[row].tolist()), **columns)
 
 
+def _decode_id(image_id: bytes | str) -> str:
+    """Return an image id as a string; h5py reads strings of HDF5 files as bytes."""
+    if isinstance(image_id, bytes):
+        return image_id.decode()
+    return str(image_id)
+
+
 def _index_digest(ids: Iterable[str], sizes: np.ndarray, starts: np.ndarray) -> str:
-    """SHA-256 of what says which rows belong to which image."""
+    """Return the SHA-256 of what says which rows belong to which image."""
     content = json.dumps([[*ids], np.asarray(sizes).tolist(), np.asarray(starts).tolist()])
     return hashlib.sha256(content.encode()).hexdigest()
 
@@ -434,16 +473,20 @@ _handles: dict[Path, tuple[tuple[int, int], Any]] = {}
 
 def _open(opener: Callable[[Path], Any], path: Path) -> Any:
     """Open a file once per process and file version: LMDB cannot open a file twice, nor reuse it after a fork."""
-    version = os.getpid(), path.stat().st_mtime_ns
+    version = (os.getpid(), path.stat().st_mtime_ns)
     if path in _handles and _handles[path][0] != version:
         _handles.pop(path)[1].close()
     if path not in _handles:
-        _handles[path] = version, opener(path)
+        _handles[path] = (version, opener(path))
     return _handles[path][1]
 
 
 def import_optional(name: str) -> Any:
-    """The module h5py or lmdb; raises UserError with the command that installs it."""
+    """Import h5py or lmdb.
+
+    Raises:
+        UserError: it is not installed; the message has the command that installs it.
+    """
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -481,14 +524,18 @@ def _cells(record: RegionFeatures, layout: str) -> list[str]:
     arrays = {"boxes": record.boxes, "features": record.features}
     if layout == "lxmert":
         arrays |= {name: getattr(record, field) for name, field in LXMERT_FIELDS.items()}
-    plain = {
-        **dict.fromkeys(("image_id", "img_id"), record.image_id),
-        **dict.fromkeys(("image_h", "img_h"), str(height)),
-        **dict.fromkeys(("image_w", "img_w"), str(width)),
+    cells = {
+        "image_id": record.image_id,
+        "img_id": record.image_id,
+        "image_h": str(height),
+        "img_h": str(height),
+        "image_w": str(width),
+        "img_w": str(width),
         "num_boxes": str(len(record)),
     }
-    encoded = {name: base64.b64encode(np.ascontiguousarray(array)).decode() for name, array in arrays.items()}
-    return [{**plain, **encoded}[name] for name in TSV_COLUMNS[layout]]
+    for name, array in arrays.items():
+        cells[name] = base64.b64encode(np.ascontiguousarray(array)).decode()
+    return [cells[name] for name in TSV_COLUMNS[layout]]
 
 
 def write_hdf5(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, Any]) -> None:
@@ -496,7 +543,9 @@ def write_hdf5(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, A
 
     HDF5 stores and verifies checksums of the data (filter fletcher32).
     """
-    ids, sizes, starts = [], [], [0]
+    ids = []
+    sizes = []
+    starts = [0]
     with atomic_file(path) as part, import_optional("h5py").File(part, "w") as file:
         file.attrs["stamp"] = json.dumps(stamp)
         for record in records:
@@ -514,11 +563,12 @@ def write_hdf5(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, A
 
 
 def _append(file: Any, name: str, rows: np.ndarray) -> None:
+    """Append rows to a column of an HDF5 file, which is made if it is not there."""
     if name not in file:
-        more = {"maxshape": (None, *rows.shape[1:]), "chunks": (64, *rows.shape[1:]), "fletcher32": True}
+        layout = {"maxshape": (None, *rows.shape[1:]), "chunks": (64, *rows.shape[1:]), "fletcher32": True}
         if rows.dtype.kind == "f":  # HDF5 reads rows that a damaged index has lost as this value
-            more["fillvalue"] = np.nan
-        file.create_dataset(name, data=rows, **more)
+            layout["fillvalue"] = np.nan
+        file.create_dataset(name, data=rows, **layout)
         return
     dataset = file[name]
     dataset.resize(len(dataset) + len(rows), axis=0)
@@ -557,8 +607,12 @@ def check_format(layout: str, path: Path) -> None:
         import_optional(PACKAGES[layout])
 
 
-def _distinct(records: Iterable[RegionFeatures], path: Path) -> Iterator[RegionFeatures]:
-    """The records; raises a UserError at an image id that occurred before, of which only one would be found again."""
+def _refuse_repeats(records: Iterable[RegionFeatures], path: Path) -> Iterator[RegionFeatures]:
+    """Yield the records.
+
+    Raises:
+        UserError: an image id occurred before; only one of its records could be read again.
+    """
     image_ids: set[str] = set()
     for record in records:
         if record.image_id in image_ids:
@@ -571,7 +625,7 @@ def write_features(
     layout: str, path: Path, records: Iterable[RegionFeatures], stamp: dict[str, Any], *, num_bytes: int
 ) -> None:
     """Write one of the single-file formats; see its writer. No image may occur twice."""
-    records = _distinct(records, path)
+    records = _refuse_repeats(records, path)
     if layout == "lmdb":
         write_lmdb(path, records, stamp, num_bytes=num_bytes)
     elif layout == "hdf5":

@@ -208,10 +208,12 @@ class StoredBoxes(BoxReader):
         store = next((store for store in self.stores if image_id in store), self.stores[0])
         regions = store[image_id]
         is_detected = regions.scores is not None and regions.box_ids is None
-        if self.with_features:
-            rows = np.argsort(-regions.scores, kind="stable")[: self.limit] if is_detected else slice(self.limit)
+        if is_detected and self.with_features:
+            rows = np.argsort(-regions.scores, kind="stable")[: self.limit]
+        elif is_detected:
+            rows = select_regions(regions.scores, self.selection).numpy()
         else:
-            rows = select_regions(regions.scores, self.selection).numpy() if is_detected else slice(None)
+            rows = slice(self.limit if self.with_features else None)
         columns = (regions.classes, regions.scores, regions.attributes, regions.attribute_scores)
         return CandidateBoxes(
             regions.boxes[rows],

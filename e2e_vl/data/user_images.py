@@ -81,7 +81,7 @@ def _no_image(kind: str) -> UserError:
 
 
 def _from_text(text: str) -> ImageFile:
-    """The image at a path or an address."""
+    """Return the image at a path or an address."""
     require_text(text)
     address = text.lower()
     if address.startswith(("https://", "http://")):
@@ -105,7 +105,7 @@ def _from_text(text: str) -> ImageFile:
 
 
 def _path_of_url(address: str) -> str:
-    """The path that a file: URL names on this machine."""
+    """Return the path that a file: URL names on this machine."""
     try:
         parts = urlsplit(address)
     except ValueError as error:
@@ -124,9 +124,10 @@ def require_text(text: str) -> None:
 
 
 def _from_open_file(file: Any, method: str) -> ImageBytes:
-    """The image in an open file, from its beginning."""
+    """Read the image in an open file, from its beginning."""
     name = getattr(file, "name", None)
-    name = name if isinstance(name, str) else "(the file given)"
+    if not isinstance(name, str):
+        name = "(the file given)"
     try:
         if method == "read":
             with contextlib.suppress(AttributeError, OSError):  # a stream that only goes forward
@@ -142,7 +143,7 @@ def _from_open_file(file: Any, method: str) -> ImageBytes:
 
 
 def _from_pil(image: Image.Image) -> ImageBytes:
-    """A PIL image, encoded as PNG."""
+    """Encode a PIL image as PNG."""
     if image.mode.startswith(("I", "F")) and image.mode not in _PNG_MODES:  # PIL would clip such values at 255
         pixels = _from_array(np.asarray(image))
     else:
@@ -158,31 +159,34 @@ def _from_pil(image: Image.Image) -> ImageBytes:
 
 
 def _is_array(value: Any) -> bool:
-    """Whether a value is an array of numpy or of a package that numpy reads, or a tensor."""
+    """Return whether a value is an array of numpy or of a package that numpy reads, or a tensor."""
     return hasattr(value, "detach") or hasattr(value, "__array__")
 
 
 def to_numpy(values: Any) -> np.ndarray:
-    """The values of an array of any package, or of a tensor on any device."""
+    """Return the values of an array of any package, or of a tensor on any device, as an array of numpy."""
     try:
         if not hasattr(values, "detach"):
             return np.asarray(values)
         values = values.detach().cpu()
-        return (values.float() if values.is_floating_point() else values).numpy()  # numpy has no bfloat16
+        if values.is_floating_point():
+            values = values.float()  # numpy has no bfloat16
+        return values.numpy()
     except (TypeError, ValueError, RuntimeError) as error:  # an array on a GPU, a sparse tensor
         raise UserError(f"{type(values).__name__} is no image ({first_line(error)}); convert it to numpy.") from error
 
 
 def _from_array(array: Any) -> Image.Image:
-    """The image of an array or a tensor, see `to_image_file`.
+    """Make an image of an array or a tensor, see `to_image_file`.
 
     Where the first and the last axis may be the channels, they are the first one of a tensor and the last of an array.
     """
     values = to_numpy(array)
     kind = f"{getattr(array, 'dtype', values.dtype)} {list(values.shape)}"
-    first_is_better = hasattr(array, "detach")
-    if values.ndim == 3 and values.shape[0] in CHANNELS and (first_is_better or values.shape[2] not in CHANNELS):
-        values = values.transpose(1, 2, 0)
+    if values.ndim == 3 and values.shape[0] in CHANNELS:
+        is_tensor = hasattr(array, "detach")
+        if is_tensor or values.shape[2] not in CHANNELS:
+            values = values.transpose(1, 2, 0)
     if values.shape[2:] == (1,):
         values = values[:, :, 0]
     if not values.size or values.ndim not in (2, 3) or values.shape[2:] not in ((), (3,), (4,)):
@@ -199,7 +203,9 @@ def _from_array(array: Any) -> Image.Image:
 
 
 def _from_floats(values: np.ndarray) -> np.ndarray:
-    low, high = float(values.min()), float(values.max())
+    """Convert floats in [0, 1] to 8-bit values."""
+    low = float(values.min())
+    high = float(values.max())
     if not 0 <= low <= high <= 1:
         raise UserError(
             f"The float values of an image must lie in [0, 1], and these go from {low:g} to {high:g}; undo the "
@@ -209,19 +215,22 @@ def _from_floats(values: np.ndarray) -> np.ndarray:
 
 
 def _from_integers(values: np.ndarray) -> np.ndarray:
-    """8-bit values; 16-bit values keep their upper byte, as in files."""
-    low, high = int(values.min()), int(values.max())
+    """Convert integers to 8-bit values; 16-bit values keep their upper byte, as in files."""
+    low = int(values.min())
+    high = int(values.max())
     is_16_bit = values.dtype.itemsize == 2 and values.dtype.kind == "u"
     if low < 0 or high > 65535 or (is_16_bit and high <= 255):
         raise UserError(
             "The integers of an image must lie in 0 .. 255, or in 0 .. 65535 for 16 bits, and these are "
             f"{values.dtype} from {low} to {high}; convert them to uint8."
         )
-    return (values >> 8 if high > 255 else values).astype(np.uint8)
+    if high > 255:
+        values = values >> 8
+    return values.astype(np.uint8)
 
 
 def _fetch(address: str) -> ImageBytes:
-    """The image file at an address."""
+    """Download the image file at an address."""
     try:
         request = urllib.request.Request(address, headers={"User-Agent": "e2e-vl"})
         with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
@@ -239,15 +248,17 @@ def _fetch(address: str) -> ImageBytes:
 
 
 def natural_key(path: Path) -> list[list[Any]]:
-    """Sort key of natural order: numbers in names count as numbers, and case does not matter."""
-    return [
-        [int(part) if number % 2 else part.casefold() for number, part in enumerate(re.split(r"(\d+)", name))]
-        for name in path.parts
-    ]
+    """Return the sort key of natural order: numbers in names count as numbers, and case does not matter."""
+    key = []
+    for name in path.parts:
+        pieces: list[Any] = re.split(r"(\d+)", name.casefold())  # text, digits, text, ...
+        pieces[1::2] = map(int, pieces[1::2])
+        key.append(pieces)
+    return key
 
 
 def images_in_folder(folder: Path) -> list[Path]:
-    """Image files in a folder and its subfolders in natural order, without hidden ones.
+    """List the image files in a folder and its subfolders in natural order, without hidden ones.
 
     Raises:
         UserError: there is none.
@@ -256,7 +267,7 @@ def images_in_folder(folder: Path) -> list[Path]:
 
 
 def _in_natural_order(paths: Iterable[Path], base: Path, source: str) -> list[Path]:
-    """The image files among `paths`, but those hidden below `base`; `source` names them in messages.
+    """Return the image files among `paths`, but those hidden below `base`; `source` names them in messages.
 
     Those of macOS that begin with `._` are no images, see `is_listed`.
     """
@@ -264,8 +275,10 @@ def _in_natural_order(paths: Iterable[Path], base: Path, source: str) -> list[Pa
     hidden: list[Path] = []
     for path in paths:
         if is_listed(path.name, IMAGE_SUFFIXES) and path.is_file():
-            is_hidden = any(part.startswith(".") for part in path.relative_to(base).parts)
-            (hidden if is_hidden else images).append(path)
+            if any(part.startswith(".") for part in path.relative_to(base).parts):
+                hidden.append(path)
+            else:
+                images.append(path)
     if hidden:
         logger.warning("%s: skipped %d hidden image files, such as %s.", source, len(hidden), hidden[0])
     if not images:
@@ -295,8 +308,11 @@ def expand_images(images: Any) -> list[Any] | None:
         return None
     expanded: list[Any] = []
     for item in items:
-        several = expand_images(item)
-        expanded += [item] if several is None else several
+        images_of_item = expand_images(item)
+        if images_of_item is None:
+            expanded.append(item)
+        else:
+            expanded += images_of_item
     return expanded
 
 
@@ -325,13 +341,13 @@ def list_items(values: Any) -> list[Any] | None:
         return None
     if hasattr(values, "read") or not isinstance(values, Iterable):
         return None
-    if not _is_array(values):
-        return list(values)
-    return list(values) if len(np.shape(values)) == 1 else None
+    if _is_array(values) and len(np.shape(values)) != 1:
+        return None
+    return list(values)
 
 
 def _expand_path(text: str) -> list[Path] | None:
-    """The images of a folder or a pattern; None for anything else."""
+    """Return the images of a folder or a pattern; None for anything else."""
     require_text(text)
     if text.lower().startswith("file:"):
         text = _path_of_url(text)
@@ -345,11 +361,12 @@ def _expand_path(text: str) -> list[Path] | None:
         return None
     if is_folder:
         return images_in_folder(path)
-    return None if exists or not re.search(r"[*?[]", text) else _expand_pattern(path)
+    is_pattern = re.search(r"[*?[]", text) is not None and not exists
+    return _expand_pattern(path) if is_pattern else None
 
 
 def _expand_pattern(pattern: Path) -> list[Path]:
-    """The images that fit a pattern, and those in folders that fit it, in natural order."""
+    """Return the images that fit a pattern, and those in folders that fit it, in natural order."""
     base = Path(pattern.anchor)
     parts = list(pattern.relative_to(base).parts)
     while (base / parts[0]).exists():  # also a folder with brackets in its name
@@ -368,7 +385,7 @@ def _expand_pattern(pattern: Path) -> list[Path]:
 
 
 def _expand_array(array: Any) -> list[Any] | None:
-    """The images of a batch, or of a series of images; None for anything else."""
+    """Return the images of a batch, or of a series of images; None for anything else."""
     shape = np.shape(array)
     if len(shape) == 4 and (shape[1] in CHANNELS or shape[3] in CHANNELS):
         return list(array)

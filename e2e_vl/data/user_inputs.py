@@ -80,7 +80,7 @@ class GivenBoxes:
 
 
 def list_images(source: str | Path, root: str | Path | None = None) -> list[ListedImage]:
-    """Images from a folder, a text file (one path per line) or a COCO JSON file (`images` with id and file_name).
+    """List images of a folder, a text file (one path per line) or a COCO JSON file (`images` with id and file_name).
 
     Those of a folder are in natural order, see `images_in_folder`. Ids are the COCO ids, or the paths as listed (in a
     folder: relative to it) without suffix. For a path outside the root, the id is the file name without suffix.
@@ -96,7 +96,9 @@ def list_images(source: str | Path, root: str | Path | None = None) -> list[List
         root = user_path(root) if root is not None else source.parent
         if source.suffix.lower() == ".json":
             for row in read_json(source, _ImagesFile).images:
-                size = (row.height, row.width) if row.height and row.width else None
+                size = None
+                if row.height and row.width:
+                    size = (row.height, row.width)
                 images.append(ListedImage(str(row.id), root / row.file_name, size))
         else:
             lines = (line.strip() for line in read_text(source).split("\n"))
@@ -116,11 +118,14 @@ def list_images(source: str | Path, root: str | Path | None = None) -> list[List
 
 
 def _id(path: Path) -> str:
-    return path.stem if path.is_absolute() or ".." in path.parts else path.with_suffix("").as_posix()
+    """Return the id of the image that a list names with a path."""
+    if path.is_absolute() or ".." in path.parts:
+        return path.stem
+    return path.with_suffix("").as_posix()
 
 
 def read_given_boxes(path: str | Path) -> dict[str, GivenBoxes]:
-    """Boxes by image id from a COCO instances file or from a list of detections.
+    """Read boxes by image id from a COCO instances file or from a list of detections.
 
     Detections are objects with `image_id` and `bbox` (COCO's results) or `box` (MAttNet), both [x, y, width, height].
     All boxes are kept, including crowds and low scores. Empty boxes in an instances file are skipped and logged. If ids
@@ -136,26 +141,27 @@ def read_given_boxes(path: str | Path) -> dict[str, GivenBoxes]:
             box = box_corners(sides, f"{path}: detection {number}")
             rows.append((str(detection.image_id), box, detection.det_id))
         require_pixels(np.array([box for _, box, _ in rows]), str(path))
-        size_of = {image_id: None for image_id, _, _ in rows}
+        size_of = dict.fromkeys(image_id for image_id, _, _ in rows)
     else:
         images = CocoInstances(path).images
         size_of = {str(image.id): (image.height, image.width) for image in images}
         for image in images:
             rows += [(str(image.id), annotated.box, annotated.id) for annotated in image.objects]
-    words = [box_id for _, _, box_id in rows if isinstance(box_id, str)]
-    if words:
-        logger.warning("%s: boxes are numbered as in the file, because ids such as %r are no integers.", path, words[0])
+    text_ids = [box_id for _, _, box_id in rows if isinstance(box_id, str)]
+    if text_ids:
+        logger.warning(
+            "%s: boxes are numbered as in the file, because ids such as %r are no integers.", path, text_ids[0]
+        )
     boxes: dict[str, list[FourNumbers]] = {image_id: [] for image_id in size_of}
     ids: dict[str, list[int]] = {image_id: [] for image_id in size_of}
     for number, (image_id, box, box_id) in enumerate(rows):
         boxes[image_id].append(box)
-        ids[image_id].append(number if words or box_id is None else box_id)
-    return {
-        image_id: GivenBoxes(
-            np.array(boxes[image_id], dtype=np.float64).reshape(-1, 4), np.array(ids[image_id], dtype=np.int64), size
-        )
-        for image_id, size in size_of.items()
-    }
+        ids[image_id].append(number if text_ids or box_id is None else box_id)
+    given_boxes = {}
+    for image_id, size in size_of.items():
+        corners = np.array(boxes[image_id], dtype=np.float64).reshape(-1, 4)
+        given_boxes[image_id] = GivenBoxes(corners, np.array(ids[image_id], dtype=np.int64), size)
+    return given_boxes
 
 
 def warn_of_given_boxes_outside(
@@ -185,7 +191,7 @@ def warn_of_given_boxes_outside(
 
 
 def read_boxes(words: Sequence[str], source: str = "--boxes") -> AnnotatedObjects:
-    """Boxes from a command line: a file, or `x1,y1,x2,y2` arguments, each optionally with a class (`person:1,2,30,40`).
+    """Read the boxes of a command line: a file, or arguments `x1,y1,x2,y2` or with a class `person:1,2,30,40`.
 
     A file is JSON: a list of [x1, y1, x2, y2], or an object with such a list as `boxes` and optionally class names
     `names` and outlines `segms`, as in VCR's metadata files (a score after each box is ignored), or the `regions` of a
@@ -193,16 +199,21 @@ def read_boxes(words: Sequence[str], source: str = "--boxes") -> AnnotatedObject
     """
     if len(words) == 1 and "," not in words[0]:
         return _read_file(user_path(words[0], source))
-    pairs = [word.rpartition(":")[::2] for word in words]
-    try:
-        boxes = [[float(value) for value in numbers.split(",")] for _, numbers in pairs]
-    except ValueError as error:
-        raise UserError(f"{source}: {error}; write every box as x1,y1,x2,y2 or as class:x1,y1,x2,y2.") from error
-    names = tuple(name for name, _ in pairs)
-    return AnnotatedObjects(validate_boxes(boxes, source), source, names=names if any(names) else None)
+    boxes: list[list[float]] = []
+    names: list[str] = []
+    for word in words:
+        name, _, numbers = word.rpartition(":")
+        try:
+            boxes.append([float(number) for number in numbers.split(",")])
+        except ValueError as error:
+            raise UserError(f"{source}: {error}; write every box as x1,y1,x2,y2 or as class:x1,y1,x2,y2.") from error
+        names.append(name)
+    corners = validate_boxes(boxes, source)
+    return AnnotatedObjects(corners, source, names=tuple(names) if any(names) else None)
 
 
 def _read_file(path: Path) -> AnnotatedObjects:
+    """Read boxes from a file, see `read_boxes`."""
     if path.suffix.lower() == ".npz":
         try:
             with np.load(path, allow_pickle=False) as file:
@@ -213,20 +224,22 @@ def _read_file(path: Path) -> AnnotatedObjects:
         rows = read_json(path, list[_Corners | Pixel] | _BoxesFile)
         content = _BoxesFile(rows) if isinstance(rows, list) else rows
     boxes = _boxes_in(content, path)
-    names, outlines = content.names, content.segms
-    columns = [column for column in (names, outlines) if column is not None]
-    if any(len(column) != len(boxes) for column in columns):
-        raise UserError(f"{path}: 'names' and 'segms' must have one entry for each of the {len(boxes)} boxes.")
-    return AnnotatedObjects(
-        validate_boxes(boxes, str(path)),
-        str(path),
-        names=None if names is None else tuple(names),
-        outlines=None if outlines is None else [[np.array(one, float) for one in own] for own in outlines],
-    )
+    for column in (content.names, content.segms):
+        if column is not None and len(column) != len(boxes):
+            raise UserError(f"{path}: 'names' and 'segms' must have one entry for each of the {len(boxes)} boxes.")
+    names = None
+    if content.names is not None:
+        names = tuple(content.names)
+    outlines = None
+    if content.segms is not None:
+        outlines = []
+        for outlines_of_box in content.segms:
+            outlines.append([np.array(outline, dtype=np.float64) for outline in outlines_of_box])
+    return AnnotatedObjects(validate_boxes(boxes, str(path)), str(path), names=names, outlines=outlines)
 
 
 def _boxes_in(content: _BoxesFile, path: Path) -> list[list[float]]:
-    """The boxes of a file without their scores."""
+    """Return the boxes of a file without their scores."""
     rows = content.regions if content.boxes is None else content.boxes
     if rows is None:
         raise UserError(f"{path}: there are no `boxes`, a list of [x1, y1, x2, y2]; add them, or give another file.")
@@ -241,15 +254,14 @@ def validate_boxes(boxes: Sequence[Sequence[float]], where: str) -> np.ndarray:
 
     `where` names them in error messages.
     """
-    wrong = [
-        box
-        for box in boxes
-        if np.ndim(box) != 1 or len(box) != 4 or not np.isfinite(box).all() or box[2] <= box[0] or box[3] <= box[1]
-    ]
-    if wrong or not len(boxes):
+    problem = None if len(boxes) else "no box given"
+    for box in boxes:
+        if not _is_box(box):
+            problem = f"{box} is not a box"
+            break
+    if problem is not None:
         raise UserError(
-            f"{where}: {f'{wrong[0]} is not a box' if wrong else 'no box given'}; write the corners x1,y1,x2,y2 in "
-            "pixels of the original image, x1 < x2 and y1 < y2."
+            f"{where}: {problem}; write the corners x1,y1,x2,y2 in pixels of the original image, x1 < x2 and y1 < y2."
         )
     corners = np.array(boxes, dtype=np.float64)
     if corners.max() <= 1:
@@ -259,6 +271,14 @@ def validate_boxes(boxes: Sequence[Sequence[float]], where: str) -> np.ndarray:
         )
     require_pixels(corners, where)
     return corners
+
+
+def _is_box(corners: Sequence[float]) -> bool:
+    """Return whether something is four finite numbers x1 < x2, y1 < y2."""
+    if np.ndim(corners) != 1 or len(corners) != 4 or not np.isfinite(corners).all():
+        return False
+    x1, y1, x2, y2 = corners
+    return x1 < x2 and y1 < y2
 
 
 def require_inside(boxes: np.ndarray, size: tuple[int, int], origin: str, image: str) -> None:
@@ -278,8 +298,10 @@ def require_inside(boxes: np.ndarray, size: tuple[int, int], origin: str, image:
 
 
 def _field_of(value: Any, name: str) -> Any:
-    """An attribute of an object or an entry of a dict; the value itself if it has none of this name."""
-    return value.get(name, value) if isinstance(value, dict) else getattr(value, name, value)
+    """Return an attribute of an object or an entry of a dict; the value itself if it has none of this name."""
+    if isinstance(value, dict):
+        return value.get(name, value)
+    return getattr(value, name, value)
 
 
 def convert_boxes(boxes: Any) -> AnnotatedObjects | None:
@@ -301,7 +323,8 @@ def convert_boxes(boxes: Any) -> AnnotatedObjects | None:
     if hasattr(boxes, "detach") and not layout.endswith("XYXY"):
         raise UserError(f"boxes: {layout} is another layout; convert them to XYXY in pixels of the original image.")
     values = to_numpy(boxes) if hasattr(boxes, "detach") else list_items(boxes)
-    values = boxes if values is None else values
+    if values is None:
+        values = boxes
     if isinstance(values, Sequence) and len(values) and all(isinstance(word, str) for word in values):
         return read_boxes(values, "boxes")
     if isinstance(values, list | tuple):
