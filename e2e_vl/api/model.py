@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import itertools
@@ -386,11 +385,7 @@ class TrainedModel(
 
     @torch.no_grad()
     def _answers(self, questions: Sequence[Question], output: ModelOutput, top_k: int | None = None) -> list[Answer]:
-        task = self.network.task
-        if top_k is not None and task.vocabulary_class is not None:
-            task = copy.copy(task)  # the parameters are shared
-            task.config = msgspec.structs.replace(task.config, top_answers=top_k)
-        predictions = task.predict_answers(output)
+        predictions = self.network.task.predict_answers(output, top_k)
         texts_of_each = len(output.batch) // len(predictions)  # a question with four choices is four texts
         return [
             self._answer(question, prediction, output, number * texts_of_each + prediction.chosen_text, top_k)

@@ -33,7 +33,7 @@ from e2e_vl.text import TextTokenizer
 NEW_LAYERS_STD = 0.02  # VL-BERT, section 4.1, as in BERT
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Sizes:
     """Sizes that the heads of a task or an objective depend on."""
 
@@ -45,7 +45,7 @@ class Sizes:
 
     def __post_init__(self) -> None:
         if self.summary_size is None:
-            object.__setattr__(self, "summary_size", self.hidden_size)
+            self.summary_size = self.hidden_size
 
 
 def init_head(linears: Iterable[nn.Linear], start: NewLayers | float) -> None:
@@ -274,8 +274,11 @@ class Task(nn.Module, abc.ABC):
             return PhrasesOnly.from_record({name: value for name, value in record.items() if name != ONLY_PHRASES})
         return self.prediction_class.from_record(record, **answer)
 
-    def predict_answers(self, output: ModelOutput) -> list[Prediction]:
-        """The predictions for users' questions; by default those of `predict`."""
+    def predict_answers(self, output: ModelOutput, top_k: int | None = None) -> list[Prediction]:
+        """Return the predictions for users' questions; by default those of `predict`.
+
+        `top_k`: how many answers of a list are ranked, for a task that ranks a list; None: as in `predict`.
+        """
         return self.predict(output)
 
     @abc.abstractmethod

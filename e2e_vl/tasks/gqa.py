@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
+from typing_extensions import override
 
 from detector.structures import Loss
 from e2e_vl.metrics.gqa import GQAPrediction, belongs, gqa_metrics, grounding, write_submission
@@ -69,10 +70,11 @@ class GQATask(AnswerTask):
     def reads_attention(self) -> bool:
         return self.config.grounding
 
-    def predict(self, output: ModelOutput) -> list[GQAPrediction]:
+    @override
+    def predict(self, output: ModelOutput, top_k: int | None = None) -> list[GQAPrediction]:
         """As `AnswerTask.predict`, with `is_valid` and `is_plausible` from the question's choices, and `grounding`
         from the boxes of the objects that it mentions."""
-        predictions = super().predict(output)
+        predictions = super().predict(output, top_k)
         for prediction, attended in zip(predictions, self._attended(output), strict=True):
             named = prediction.metadata.pop("named_boxes", None)
             if named is not None and attended is not None:

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Int64
 from torch import nn
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
 
 from detector.errors import UserError
 from detector.structures import Detector
@@ -252,7 +253,8 @@ class PretrainingTask(Task):
         rows = zip(batch.records, found, strict=True)
         return [self.prediction(record, objectives=own) for record, own in rows if record]
 
-    def predict_answers(self, output: ModelOutput) -> list[PretrainingPrediction]:
+    @override
+    def predict_answers(self, output: ModelOutput, top_k: int | None = None) -> list[PretrainingPrediction]:
         """The prediction for a batch of one text: words for each [MASK], classes of masked regions."""
         answers: dict[str, Any] = {}
         for name, objective in self.objectives.items():

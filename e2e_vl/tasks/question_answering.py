@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
 
 from detector.errors import UserError
 from detector.structures import Detector, Loss
@@ -206,8 +207,13 @@ class AnswerTask(Task):
             total = F.kl_div(logits.log_softmax(dim=1), scores, reduction="sum")
         return Loss(total=total, count=logits.new_tensor(float(len(logits))))
 
-    def predict(self, output: ModelOutput) -> list[Prediction]:
-        """Predict the best answer, its `score`, and `top_answers`, best first.
+    @override
+    def predict_answers(self, output: ModelOutput, top_k: int | None = None) -> list[Prediction]:
+        return self.predict(output, top_k)
+
+    @override
+    def predict(self, output: ModelOutput, top_k: int | None = None) -> list[Prediction]:
+        """Predict the best answer, its `score`, and the `top_k` best answers, best first (None: `top_answers`).
 
         Scores are sigmoids of the logits with the binary loss, and a softmax over all answers with the other losses. Of
         equal scores, the first answer in the vocabulary wins, as in the arg-max of the official code.
@@ -216,13 +222,16 @@ class AnswerTask(Task):
         shares = logits.sigmoid() if self.config.loss == "binary" else logits.softmax(dim=1)
         is_barred = not self.config.unknown_can_win
         unknown = torch.tensor([is_barred and answer == UNKNOWN for answer in self.answers], device=logits.device)
-        number = min(self.config.top_answers, len(self.answers) - int(unknown.sum()))
+        number = self.config.top_answers if top_k is None else top_k
+        number = min(number, len(self.answers) - int(unknown.sum()))
         ranked = logits.masked_fill(unknown, -torch.inf).sort(dim=1, descending=True, stable=True)
         best = ranked.indices[:, :number]
         predictions = []
-        for record, *found in zip(output.batch.records, best.tolist(), shares.gather(1, best).tolist(), strict=True):
-            top = [(self.answers[answer], score) for answer, score in zip(*found, strict=True)]
-            predictions.append(self.prediction(record, answer=top[0][0], score=top[0][1], top_answers=top))
+        best_scores = shares.gather(1, best)
+        for record, classes, scores in zip(output.batch.records, best.tolist(), best_scores.tolist(), strict=True):
+            top = [(self.answers[number], score) for number, score in zip(classes, scores, strict=True)]
+            answer, score = top[0]
+            predictions.append(self.prediction(record, answer=answer, score=score, top_answers=top))
         return predictions
 
     def ranked(self, prediction: VQAPrediction | GQAPrediction) -> Ranked:
