@@ -19,7 +19,7 @@ from torch import Tensor
 from detector.errors import UserError
 from detector.structures import Movable
 from e2e_vl.io import Id
-from e2e_vl.predictions import ONLY_PHRASES
+from e2e_vl.predictions import ONLY_PHRASES, Prediction
 from e2e_vl.samples import DETECTED, Sample, SampleText
 from e2e_vl.text import TextEncoding, TextTokenizer
 
@@ -394,9 +394,10 @@ class Preprocessor(abc.ABC):
     """Turns the texts of a sample into wordpieces, targets and records; runs in data workers."""
 
     text_tokenizer: TextTokenizer
-    # kinds of truth that the task learns from. In joined data sets, texts with phrases and another kind of truth only
-    # serve phrase grounding, see `lacks_target`. (): such texts are not supported. (object,): all kinds.
-    learns_from: ClassVar[tuple[type, ...]] = ()
+    prediction_class: ClassVar[type[Prediction]]  # of the task, see `Task.prediction_class`
+    # kinds of truth that the task knows; another kind is refused. In joined data sets, texts with phrases and another
+    # kind of truth only serve phrase grounding, see `lacks_target`. (object,): all kinds.
+    learns_from: ClassVar[tuple[type, ...]]
 
     def __call__(
         self, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
@@ -415,8 +416,8 @@ class Preprocessor(abc.ABC):
 
     def lacks_target(self, text: SampleText) -> bool:
         """Whether the text only serves phrase grounding, because it has no target of the task."""
-        could = bool(self.learns_from) and self.text_tokenizer.with_phrase_spans and text.may_lack_target
-        return could and not isinstance(text.truth, self.learns_from)
+        may_lack_target = self.text_tokenizer.with_phrase_spans and text.may_lack_target
+        return may_lack_target and not isinstance(text.truth, self.learns_from)
 
     def placeholder_targets(self) -> Targets:
         """Meaningless targets with the class, shapes and dtypes of real ones."""
@@ -428,15 +429,51 @@ class Preprocessor(abc.ABC):
     ) -> Iterable[TextExample]:
         """Encode one text of the sample: one example, or one per answer choice."""
 
+    @abc.abstractmethod
+    def truth_record(self, truth: Any, *, flipped: bool) -> dict[str, Any]:
+        """Return the fields of the prediction that a truth, of a kind in `learns_from`, fills.
+
+        Their values are plain and JSON-able, with boxes in pixels of the original image. In a `flipped` image, words of
+        the truth are mirrored if those of the text are.
+        """
+
     def record(
         self, text: SampleText, images: Sequence[ImageExample], encoding: TextEncoding | None = None
     ) -> dict[str, Any]:
-        """Metadata for the prediction; sizes are (height, width) of the stored (first) image."""
+        """Return what the prediction takes from the text: its number, words, image, metadata and truth.
+
+        Sizes are (height, width) of the stored (first) image.
+
+        Raises:
+            UserError: the metadata fill a field that is not theirs, or the truth is of a kind that the task does not
+                know.
+        """
+        self._check_statements(text)
+        flipped = False
         record = {"text_index": text.index, "text": text.words, **text.metadata}
         if text.image_index:
             image = images[text.image_index[0]]
+            flipped = image.image_transform.flipped
             size = list(image.image_transform.original_size)
-            record |= {"file_name": image.name, "image_size": size, "flipped": image.image_transform.flipped}
+            record |= {"file_name": image.name, "image_size": size, "flipped": flipped}
+        if text.truth is not None and not self.lacks_target(text):
+            record |= self.truth_record(text.truth, flipped=flipped)
         if encoding is not None and encoding.num_truncated:
             record["truncated_wordpieces"] = encoding.num_truncated
         return record
+
+    def _check_statements(self, text: SampleText) -> None:
+        kind = self.prediction_class
+        refused = text.metadata.keys() & (set(kind.__struct_fields__) - kind.metadata_fields)
+        if refused:
+            raise UserError(
+                f"The metadata of '{text.words}' state {', '.join(sorted(refused))}, which the task fills in a "
+                f"{kind.__name__}; state a truth once, in the text's truth, from which the task makes such fields."
+            )
+        if text.truth is None or isinstance(text.truth, self.learns_from) or self.lacks_target(text):
+            return
+        known = " or ".join(truth_class.__name__ for truth_class in self.learns_from) or "no truth"
+        raise UserError(
+            f"The truth of '{text.words}' is of the class {type(text.truth).__name__}, but {type(self).__name__} knows "
+            f"{known}; use a data set of this task, or set phrases.weight if it only adds phrases with boxes."
+        )

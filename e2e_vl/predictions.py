@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import msgspec
 
@@ -56,9 +56,22 @@ class MaskedRegion(msgspec.Struct, frozen=True):
     seen: tuple[str, Score] | None  # the best class by the detector, which sees it; None: no detector does
 
 
+class TrueObject(msgspec.Struct, frozen=True):
+    """An annotated object of an image."""
+
+    box: Box
+    category_id: int
+    category: str
+    is_crowd: bool
+    area: float | None = None  # area of its mask, pixels; None: use the box
+
+
 class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="type", tag=True):
     """What every prediction has; the class of a task adds its answer and the truth."""
 
+    # fields that the data set's metadata may fill: ids, and kinds by which texts are grouped. All others are the
+    # task's: the answer, and the truth, which it makes from the text's typed truth
+    metadata_fields: ClassVar[frozenset[str]] = frozenset({"family"})
     text_index: int = -1  # number of the text in its data set; -1: it is from none
     text: str = ""
     family: str | None = None  # kind of text, in the drawn data sets

@@ -15,6 +15,7 @@ import numpy as np
 
 from detector.errors import UserError
 from e2e_vl.io import Id
+from e2e_vl.predictions import TrueObject
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,9 +116,11 @@ class SampleText:
 
     index: int  # its number in the data set
     words: str  # the text
-    # plain JSON-able values that go into the predictions: ids, truth in pixels of the original image
+    # plain JSON-able values that go into the predictions: ids, and kinds by which texts are grouped. No truth: a key
+    # that is a field of the task's prediction is refused, unless the field is one of its `metadata_fields`
     metadata: dict[str, Any]
-    truth: Any = None  # one of the records below, or one of a task's own; None: unknown
+    # one of the records below, or one of a task's own, in pixels of the original image; None: unknown
+    truth: Any = None
     image_index: tuple[int, ...] = (0,)  # rows of `Sample.images`; empty for a text without an image
     phrases: PhraseBoxes | None = None  # what it names in its first image, whatever the task; None: unknown
     # its data set, one of several joined ones, annotates phrases, but perhaps nothing else that the task learns from
@@ -131,6 +134,7 @@ class ChoiceText(SampleText):
     # sentences that stand before every choice, such as a question and the answer it was given
     query: tuple[Sentence, ...] = ()
     choices: tuple[Sentence, ...] = ()  # the possible answers
+    is_learned: bool = True  # False: its truth is for metrics only, because other texts of the split have none
     # each name of an object is a phrase for its box; the preprocessor adds them, because it chooses the names
     names_are_phrases: bool = False
 
@@ -169,7 +173,8 @@ class DatasetInfo(Protocol):
         """The ground truth of every text that needs no image; None where it is unknown."""
 
 
-# Kinds of ground truth
+# Kinds of ground truth. A reader states a truth once, in one of these records; the preprocessor of the task makes the
+# targets and the fields of the prediction from it.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,6 +182,8 @@ class ReferredBoxes:
     """The boxes that an expression refers to, usually one; none if nothing in the image fits."""
 
     boxes: tuple[tuple[float, float, float, float], ...]
+    ann_ids: tuple[Id, ...] | None = None  # annotations of the boxes; None: unknown
+    category: str | None = None  # of the one box; None: unknown, or not exactly one box
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,11 +196,20 @@ class PhraseBoxes:
     is_complete: bool = False  # no phrase of the text is left out
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EntityPhrases(PhraseBoxes):
+    """Phrases with boxes, and the entity that each of them names."""
+
+    entities: tuple[str, ...]  # the id of each phrase's entity; phrases of several sentences may name the same one
+    types: tuple[tuple[str, ...], ...]  # of each phrase, such as ("people",) or ("instruments", "other")
+
+
 @dataclasses.dataclass(frozen=True)
 class HumanAnswers:
     """The answers of several people to a question, as written."""
 
     answers: tuple[str, ...]
+    most_frequent: str | None = None  # the most frequent answer according to the annotations; None: they do not say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,6 +217,19 @@ class CorrectAnswer:
     """The one right answer to a question, as written."""
 
     answer: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StructuredAnswer(CorrectAnswer):
+    """The one right answer, with the structure of the question (GQA)."""
+
+    types: Mapping[str, str | None]  # "structural", "semantic" and "detailed"
+    group: str | None  # of questions whose answers have a distribution
+    entailed: tuple[str, ...]  # ids of the questions whose answers follow from this question and its answer
+    steps: int  # reasoning steps in the question's program
+    choices: Mapping[str, Sequence[str]] | None = None  # the "valid" and the "plausible" answers; None: unknown
+    # boxes of the objects that the question and its full answer mention, xyxy, relative to the image's width and height
+    named_boxes: Sequence[Sequence[float]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,10 +247,11 @@ class CorrectChoice:
 
 
 @dataclasses.dataclass(frozen=True)
-class Categories:
-    """The data set's category number for each of the detector's K classes."""
+class CategorisedObjects:
+    """All objects of an image, with the data set's category numbers."""
 
-    ids: tuple[int, ...]
+    category_ids: tuple[int, ...]  # the category of each of the detector's K classes
+    objects: tuple[TrueObject, ...]
 
 
 # A user's question

@@ -12,13 +12,16 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int64
+from typing_extensions import override
 
 from detector.errors import UserError
 from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, TextExample
 from e2e_vl.io import read_text
+from e2e_vl.predictions import Prediction
 from e2e_vl.samples import Sample, SampleText
 
 
@@ -181,7 +184,14 @@ class CaptionPreprocessor(Preprocessor):
 
     parses: Parses | None = None
     needs_parses: bool = True
+    prediction_class = Prediction
+    learns_from = (object,)
 
+    @override
+    def truth_record(self, truth: Any, *, flipped: bool) -> dict[str, Any]:
+        return {}  # only phrases matter
+
+    @override
     def encode_text(
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
     ) -> Iterable[TextExample]:

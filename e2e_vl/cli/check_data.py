@@ -39,7 +39,7 @@ from e2e_vl.data.overlap import GlobalImageId, ImageIdLookup, count_distinct_ima
 from e2e_vl.parts import ENCODERS, TASKS
 from e2e_vl.samples import (
     AnnotatedObjects,
-    Categories,
+    CategorisedObjects,
     ChoiceText,
     CorrectAnswer,
     HumanAnswers,
@@ -411,7 +411,7 @@ class SplitReader:
         report = self.report
         truth = text.truth
         has_words = isinstance(text, ChoiceText) or text.words.strip()
-        if not has_words and not isinstance(truth, Categories):  # detection has no texts
+        if not has_words and not isinstance(truth, CategorisedObjects):  # detection has no texts
             self._add_problem(f"text {text.index} of {report.split} is empty ({text.metadata})")
         if self.answers is not None and truth is not None:
             answers = map(self.task.vocabulary_class.canonical_answer, _answers_in(truth))

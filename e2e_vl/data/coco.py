@@ -21,7 +21,8 @@ from e2e_vl.data.box_checks import check_file_boxes, has_part_inside
 from e2e_vl.data.config import NoOptions
 from e2e_vl.data.tables import RowIndex, SerializedList
 from e2e_vl.io import FourNumbers, Id, Name, Record, Side, Words, require_unique
-from e2e_vl.samples import AnnotatedObjects, Categories, ImageKey, Sample, SampleImage, SampleText
+from e2e_vl.predictions import TrueObject
+from e2e_vl.samples import AnnotatedObjects, CategorisedObjects, ImageKey, Sample, SampleImage, SampleText
 
 logger = logging.getLogger(__name__)
 
@@ -279,7 +280,6 @@ class CocoDetectionDataset(VLDataset):
                 f"{self.instances.path}: the category id {words[0]!r} is not an integer of 64 bits, as results in "
                 "COCO's format need; number the categories"
             )
-        self._categories = Categories(tuple(self.instances.category_ids))
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: NoOptions, split: str) -> Iterable[str]:
@@ -300,20 +300,21 @@ class CocoDetectionDataset(VLDataset):
         """Number of images in the file, and so of texts."""
         return len(self.instances.images)
 
-    def truths(self) -> Iterable[Categories]:
-        return [self._categories] * len(self)
+    def truths(self) -> Iterable[CategorisedObjects]:
+        return map(self._truth, self.instances.images)
 
     def sample(self, texts: Sequence[int]) -> Sample:
         image = self.instances.images[texts[0]]
-        objects = [
-            {
-                "box": [*one.box],  # box and area in pixels of the original image
-                "category_id": self.instances.category_ids[one.class_index],
-                "category": self.class_names[one.class_index],
-                "area": one.area,
-                "is_crowd": one.is_crowd,
-            }
-            for one in image.objects
-        ]
-        text = SampleText(texts[0], "", {"image_id": image.id, "objects": objects}, self._categories)
+        text = SampleText(texts[0], "", {"image_id": image.id}, self._truth(image))
         return Sample((self.instances.sample_image(image.id, self.folder / image.file_name),), (text,))
+
+    def _truth(self, image: CocoImage) -> CategorisedObjects:
+        category_ids = self.instances.category_ids
+        objects = []
+        for annotation in image.objects:
+            number = annotation.class_index
+            category = self.class_names[number]
+            objects.append(
+                TrueObject(annotation.box, category_ids[number], category, annotation.is_crowd, annotation.area)
+            )
+        return CategorisedObjects(tuple(category_ids), tuple(objects))

@@ -29,7 +29,7 @@ from e2e_vl.data.coco import CocoInstances, encoded_objects, open_instances
 from e2e_vl.data.config import Flickr30KOptions
 from e2e_vl.data.tables import SerializedDict, SkippedRecords
 from e2e_vl.io import Record, read_text
-from e2e_vl.samples import AnnotatedObjects, PhraseBoxes, SampleImage, SampleText
+from e2e_vl.samples import AnnotatedObjects, EntityPhrases, PhraseBoxes, SampleImage, SampleText
 
 logger = logging.getLogger(__name__)
 
@@ -197,17 +197,15 @@ class Flickr30KDataset(RecordDataset):
         words, phrases, annotated = caption.words, caption.sentence.phrases, self.annotated[caption.image_id]
         every_box = tuple(self._moved(annotated.boxes_of(phrase.chain)) for phrase in phrases)
         boxed = [(phrase, boxes) for phrase, boxes in zip(phrases, every_box, strict=True) if len(boxes)]
-        metadata = {
-            "image_id": caption.image_id,
-            "sentence": caption.line,
-            "phrases": [words[slice(*phrase.span)] for phrase, _ in boxed],
-            "phrase_ids": [phrase.chain for phrase, _ in boxed],
-            "phrase_types": [list(phrase.types) for phrase, _ in boxed],
-            "gt_boxes": [boxes.tolist() for _, boxes in boxed],
-        }
-        truth = PhraseBoxes(tuple(phrase.span for phrase, _ in boxed), tuple(boxes for _, boxes in boxed))
+        ids = {"image_id": caption.image_id, "sentence": caption.line}
+        truth = EntityPhrases(
+            tuple(phrase.span for phrase, _ in boxed),
+            tuple(boxes for _, boxes in boxed),
+            entities=tuple(phrase.chain for phrase, _ in boxed),
+            types=tuple(phrase.types for phrase, _ in boxed),
+        )
         everything = PhraseBoxes(tuple(phrase.span for phrase in phrases), every_box, is_complete=True)
-        return SampleText(index, words, metadata, truth, phrases=everything)
+        return SampleText(index, words, ids, truth, phrases=everything)
 
     def _without_empty_boxes(self, image: AnnotatedImage, image_id: str, skipped: SkippedRecords) -> AnnotatedImage:
         """Skip and count boxes without an area. One outside its image is refused where the image is loaded."""

@@ -12,6 +12,7 @@ the first underscore, such as train)
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import re
@@ -30,7 +31,7 @@ from e2e_vl.data.coco import CocoInstances, encoded_objects, open_instances
 from e2e_vl.data.config import GQAOptions
 from e2e_vl.data.tables import SerializedDict, SerializedList, SkippedRecords, stream_dict
 from e2e_vl.io import Pixel, Record, Side, Words, files_in
-from e2e_vl.samples import AnnotatedObjects, CorrectAnswer, SampleImage, SampleText
+from e2e_vl.samples import AnnotatedObjects, SampleImage, SampleText, StructuredAnswer
 
 logger = logging.getLogger(__name__)
 
@@ -86,17 +87,17 @@ class GQAQuestion(TextRecord, array_like=True):
         return self.answer is not None and self.is_balanced
 
     @property
-    def truth(self) -> CorrectAnswer | None:
-        return None if self.answer is None else CorrectAnswer(self.answer)
+    def truth(self) -> StructuredAnswer | None:
+        if self.answer is None:
+            return None
+        return StructuredAnswer(
+            self.answer, types=self.types, group=self.group, entailed=tuple(self.entailed), steps=self.steps
+        )
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Metadata for predictions and metrics; see `e2e_vl.metrics.gqa.GQAPrediction`."""
-        metadata: dict[str, Any] = {"question_id": self.id, "image_id": self.image_id, "is_balanced": self.is_balanced}
-        if self.answer is not None:
-            metadata |= {"right_answer": self.answer, "types": self.types, "group": self.group}
-            metadata |= {"entailed": self.entailed, "steps": self.steps}
-        return metadata
+        """The ids, and whether the official script scores the question."""
+        return {"question_id": self.id, "image_id": self.image_id, "is_balanced": self.is_balanced}
 
 
 class Choices(Record):
@@ -298,13 +299,18 @@ class GQADataset(RecordDataset):
         return SampleImage(name, file, (graph.height, graph.width), objects)
 
     def text(self, index: int) -> SampleText:
-        question, text = self.texts[index], super().text(index)
-        if question.has_score:
-            if self.choices is not None:
-                text.metadata["choices"] = msgspec.to_builtins(self.choices[question.id])
-            if self.grounding_graphs is not None:
-                text.metadata["named_boxes"] = named_boxes(question, self.grounding_graphs[question.image_id])
-        return text
+        """The question, whose truth has what is known of its choices and of the objects that it mentions."""
+        question = self.texts[index]
+        text = super().text(index)
+        if not question.has_score:
+            return text
+        truth = text.truth
+        if self.choices is not None:
+            truth = dataclasses.replace(truth, choices=msgspec.to_builtins(self.choices[question.id]))
+        if self.grounding_graphs is not None:
+            boxes = named_boxes(question, self.grounding_graphs[question.image_id])
+            truth = dataclasses.replace(truth, named_boxes=boxes)
+        return dataclasses.replace(text, truth=truth)
 
 
 def named_boxes(question: GQAQuestion, graph: SceneGraph) -> list[list[float]]:

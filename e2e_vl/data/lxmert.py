@@ -22,7 +22,6 @@ from e2e_vl.config import BoxSource
 from e2e_vl.data.base import DataFiles, DataNeeds, JoinedSplit, RecordDataset, TextRecord, split_names
 from e2e_vl.data.config import ImageSets, SentenceOptions
 from e2e_vl.data.features import open_features
-from e2e_vl.data.nlvr2 import LABELS
 from e2e_vl.data.overlap import aliases_of_id
 from e2e_vl.data.tables import stream_list
 from e2e_vl.io import Id, Name, Record, Score
@@ -75,9 +74,9 @@ class ScoredQuestion(TextRecord):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        metadata = {"question_id": self.id, "image_id": self.image_id}
-        optional = {"question_type": self.question_type, "answer_type": self.answer_type, "answer_scores": self.label}
-        return metadata | {key: one for key, one in optional.items() if one is not None}
+        ids = {"question_id": self.id, "image_id": self.image_id}
+        types = {"question_type": self.question_type, "answer_type": self.answer_type}
+        return ids | {key: value for key, value in types.items() if value is not None}
 
 
 class ListedPair(TextRecord):
@@ -99,8 +98,7 @@ class ListedPair(TextRecord):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        metadata = {"identifier": self.id}
-        return metadata if self.label is None else metadata | {"label": LABELS[self.label]}
+        return {"identifier": self.id}
 
 
 class LXMERTDataset(RecordDataset):

@@ -51,7 +51,7 @@ class PairStatement(TextRecord):
 
     @property
     def metadata(self) -> dict[str, str]:
-        values = {"identifier": self.id, "label": self.label, "synset": self.synset, "family": self.family}
+        values = {"identifier": self.id, "synset": self.synset, "family": self.family}
         return {key: value for key, value in values.items() if value is not None}
 
 

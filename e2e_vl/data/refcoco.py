@@ -82,17 +82,13 @@ class Expression(TextRecord, array_like=True):
 
     @property
     def truth(self) -> ReferredBoxes:
-        return ReferredBoxes(self.boxes)
+        return ReferredBoxes(self.boxes, self.ann_ids, self.category)
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Metadata for predictions and metrics."""
-        metadata = {name: getattr(self, name) for name in ("ref_id", "sent_id", "image_id", "category")}
-        if len(self.boxes) == 1:
-            metadata |= {"ann_id": self.ann_ids[0], "gt_box": list(self.boxes[0])}
-        else:
-            metadata["gt_boxes"] = [list(box) for box in self.boxes]
-        return metadata if self.family is None else metadata | {"family": self.family}
+        """The ids, and the kind of expression."""
+        ids = {"ref_id": self.ref_id, "sent_id": self.sent_id, "image_id": self.image_id}
+        return ids if self.family is None else ids | {"family": self.family}
 
 
 def read_refs(path: str | Path) -> list[Ref]:

@@ -291,7 +291,6 @@ class VCRDataset(VLDataset):
             "annot_id": question.annot_id,
             "kind": "answer" if given is None else "rationale",
             "conditioned_on": given,
-            "label": label,
         }
         if question.family is not None:
             metadata["family"] = question.family
@@ -299,9 +298,10 @@ class VCRDataset(VLDataset):
             index,
             " ".join(t if isinstance(t, str) else str(t) for sentence in query for t in sentence),
             metadata,
-            None if label is None or each else CorrectChoice(label),
+            None if label is None else CorrectChoice(label),
             query=tuple(query),
             choices=tuple(choices),
+            is_learned=not each,
             names_are_phrases=self.options.names_are_phrases,
         )
 

@@ -88,16 +88,15 @@ class VQAQuestion(TextRecord, array_like=True):
 
     @property
     def truth(self) -> HumanAnswers | None:
-        return None if self.answers is None else HumanAnswers(self.answers)
+        return None if self.answers is None else HumanAnswers(self.answers, self.most_frequent)
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Metadata for predictions and metrics, with the keys of the official files."""
-        metadata: dict[str, Any] = {"question_id": self.id, "image_id": self.image_id}
+        """The ids, and the types of annotated questions, with the keys of the official files."""
+        ids = {"question_id": self.id, "image_id": self.image_id}
         if self.answers is None:
-            return metadata
-        metadata |= {"answers": list(self.answers), "multiple_choice_answer": self.most_frequent}
-        return metadata | {"answer_type": self.answer_type, "question_type": self.question_type}
+            return ids
+        return ids | {"answer_type": self.answer_type, "question_type": self.question_type}
 
 
 def read_questions(questions: Path, annotations: Path | None = None, split: str = "") -> list[VQAQuestion]:

@@ -27,6 +27,7 @@ RECALLS = (1, 5, 10)  # k of "R@k"
 class Flickr30KPrediction(Prediction, kw_only=True):
     """The boxes of a sentence's phrases. Lists have an entry per phrase; None if the truth is unknown."""
 
+    metadata_fields = Prediction.metadata_fields | {"image_id", "sentence"}
     phrases: tuple[str, ...]
     boxes: tuple[Box | None, ...]  # None: there are no candidate regions
     scores: tuple[Score, ...]  # attention on the boxes

@@ -24,6 +24,7 @@ _KINDS = {"accuracyPerStructuralType": "structural", "accuracyPerSemanticType": 
 class GQAPrediction(Prediction, kw_only=True):
     """The answer to a question, with fields of the official question files."""
 
+    metadata_fields = Prediction.metadata_fields | {"question_id", "image_id", "is_balanced"}
     answer: str
     score: Score
     top_answers: Ranked = ()

@@ -41,6 +41,7 @@ _ROUNDING = 1e-9
 class ReferringPrediction(Prediction, kw_only=True):
     """The region that an expression refers to."""
 
+    metadata_fields = Prediction.metadata_fields | {"ref_id", "sent_id", "image_id"}
     box: Box | None  # None: there were no candidate regions, or the null candidate won
     score: Score
     null_score: Score | None = None  # of the null candidate; None: there is none

@@ -47,6 +47,7 @@ _WITH_APOSTROPHES = {
 class VQAPrediction(Prediction, kw_only=True):
     """The answer to a question, with human answers or the score of each answer."""
 
+    metadata_fields = Prediction.metadata_fields | {"question_id", "image_id", "answer_type", "question_type"}
     answer: str
     score: Score
     top_answers: Ranked = ()

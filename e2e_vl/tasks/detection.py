@@ -17,6 +17,7 @@ from jaxtyping import Int64
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from torch import Tensor
+from typing_extensions import override
 
 from detector.boxes import pairwise_iou, rescale_detections
 from detector.errors import UserError
@@ -24,8 +25,8 @@ from detector.structures import Detector
 from e2e_vl.drawing import BLUE, GREEN, RED, Colour, draw_boxes
 from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, stacked
 from e2e_vl.io import Id, Score
-from e2e_vl.predictions import Box, Prediction
-from e2e_vl.samples import Categories, DatasetInfo, Sample, SampleText
+from e2e_vl.predictions import Box, Prediction, TrueObject
+from e2e_vl.samples import CategorisedObjects, DatasetInfo, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.tasks.base import PredictionSummary, Task, load_predicted_image
 from e2e_vl.tasks.config import DetectionConfig
@@ -133,34 +134,34 @@ class CategoryTargets(Targets):
     category_ids: Int64[np.ndarray, " K"] | Int64[Tensor, "M K"] | None = stacked()
 
 
-class DetectionPreprocessor(Preprocessor):
-    """Encodes the empty text of an image."""
-
-    def encode_text(
-        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
-    ) -> Iterable[TextExample]:
-        targets = CategoryTargets(np.array(text.truth.ids, dtype=np.int64))
-        yield TextExample(self.text_tokenizer.single(()), text.image_index, self.record(text, images), targets)
-
-
-class TrueObject(msgspec.Struct, frozen=True):
-    """An annotated object in a prediction."""
-
-    box: Box
-    category_id: int
-    category: str
-    is_crowd: bool
-    area: float | None = None  # area of its mask, pixels; None: use the box
-
-
 class DetectionPrediction(Prediction, kw_only=True):
     """The detections of one image, best score first."""
 
+    metadata_fields = Prediction.metadata_fields | {"image_id"}
     image_id: Id
     boxes: tuple[Box, ...]
     scores: tuple[Score, ...]
     category_ids: tuple[int, ...]
     objects: tuple[TrueObject, ...]
+
+
+class DetectionPreprocessor(Preprocessor):
+    """Encodes the empty text of an image."""
+
+    prediction_class = DetectionPrediction
+    learns_from = (CategorisedObjects,)
+
+    @override
+    def truth_record(self, truth: CategorisedObjects, *, flipped: bool) -> dict[str, Any]:
+        return {"objects": [msgspec.to_builtins(true_object) for true_object in truth.objects]}
+
+    @override
+    def encode_text(
+        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
+    ) -> Iterable[TextExample]:
+        record = self.record(text, images)
+        targets = CategoryTargets(np.array(text.truth.category_ids, dtype=np.int64))
+        yield TextExample(self.text_tokenizer.single(()), text.image_index, record, targets)
 
 
 class DetectionTask(Task):
@@ -181,8 +182,8 @@ class DetectionTask(Task):
 
     def check_data(self, info: DatasetInfo, detector: Detector) -> None:
         truth = next(iter(info.truths()), None)
-        if isinstance(truth, Categories) and info.class_names is not None:
-            self.category_names = dict(zip(truth.ids, info.class_names, strict=True))
+        if isinstance(truth, CategorisedObjects) and info.class_names is not None:
+            self.category_names = dict(zip(truth.category_ids, info.class_names, strict=True))
 
     def forward(self, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         if self.training and batch.detection_targets is None:

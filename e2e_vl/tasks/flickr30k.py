@@ -11,11 +11,13 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
+from typing_extensions import override
 
 from detector.structures import Loss
 from e2e_vl.drawing import PALETTE, draw_boxes
@@ -38,7 +40,7 @@ from e2e_vl.metrics.flickr30k import (
     write_submission,
 )
 from e2e_vl.predictions import Box, box_text
-from e2e_vl.samples import PhraseBoxes, Question, Sample, SampleText
+from e2e_vl.samples import EntityPhrases, Question, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.tasks.base import PredictionSummary, Task, candidate_regions, init_head, load_predicted_image
 from e2e_vl.tasks.config import Flickr30KConfig
@@ -47,6 +49,7 @@ from e2e_vl.tasks.submission import Submission
 from e2e_vl.text import TextTokenizer
 
 _BRACKETS = re.compile(r"\[([^\[\]]+)\]")  # phrases in a user's text
+NO_PHRASES = EntityPhrases((), None, entities=(), types=())
 
 
 @dataclasses.dataclass
@@ -63,18 +66,33 @@ class Flickr30KPreprocessor(Preprocessor):
     """Encodes a sentence as one text; in flipped images "left" and "right" are swapped."""
 
     config: Flickr30KConfig = dataclasses.field(default_factory=Flickr30KConfig)
-    learns_from = (PhraseBoxes,)
+    prediction_class = Flickr30KPrediction
+    learns_from = (EntityPhrases,)
 
+    @override
+    def truth_record(self, truth: EntityPhrases, *, flipped: bool) -> dict[str, Any]:
+        if truth.boxes is None:
+            return {}
+        return {
+            "phrase_ids": list(truth.entities),
+            "phrase_types": [list(types) for types in truth.types],
+            "gt_boxes": [boxes.tolist() for boxes in truth.boxes],
+        }
+
+    @override
     def placeholder_targets(self) -> Flickr30KTargets:
         return Flickr30KTargets(np.zeros((0, 2), dtype=np.int64), [])
 
+    @override
     def encode_text(
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
     ) -> Iterable[TextExample]:
         [image] = images
         pieces, places, _ = self.text_tokenizer.encode(text.words, mirrored=image.image_transform.flipped)
         encoding = self.text_tokenizer.single(pieces)
-        truth = text.truth if isinstance(text.truth, PhraseBoxes) else PhraseBoxes((), None)
+        truth = text.truth if isinstance(text.truth, EntityPhrases) else NO_PHRASES
+        record = self.record(text, images, encoding)
+        record["phrases"] = [text.words[slice(*span)] for span in truth.spans]
         spans = truth.spans
         if self.config.occurrence == "first":
             spans = [first_occurrence(text.words, span) for span in spans]
@@ -85,7 +103,7 @@ class Flickr30KPreprocessor(Preprocessor):
         targets = Flickr30KTargets(spans=np.array(found, dtype=np.int64).reshape(-1, 2))
         if truth.boxes is not None:
             targets.boxes = [image.image_transform.transform_boxes(boxes).astype(np.float32) for boxes in truth.boxes]
-        yield TextExample(encoding, text.image_index, self.record(text, images, encoding), targets)
+        yield TextExample(encoding, text.image_index, record, targets)
 
 
 def first_occurrence(words: str, span: tuple[int, int]) -> tuple[int, int]:
@@ -125,8 +143,8 @@ class Flickr30KTask(Task):
                 spans.append((len(words), len(words) + len(part)))
             words += part
         spans = spans or [(0, len(words))]
-        metadata = {"phrases": [words[slice(*span)] for span in spans]}
-        return question.sample(SampleText(0, words, metadata, PhraseBoxes(tuple(spans), None)))
+        phrases = EntityPhrases(tuple(spans), None, entities=("",) * len(spans), types=((),) * len(spans))
+        return question.sample(SampleText(0, words, {}, phrases))
 
     def forward(self, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         """Score the regions for the P phrases of M texts.

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from detector.structures import Loss
 from e2e_vl.metrics.gqa import GQAPrediction, belongs, gqa_metrics, grounding, write_submission
-from e2e_vl.samples import CorrectAnswer, ScoredAnswers
+from e2e_vl.samples import CorrectAnswer, ScoredAnswers, StructuredAnswer
 from e2e_vl.structures import EncoderOutput, ModelOutput, TextBatch
 from e2e_vl.tasks.base import PredictionSummary
 from e2e_vl.tasks.question_answering import AnswerLabels, AnswerTargets, AnswerTask, QuestionVocabulary
@@ -43,6 +43,7 @@ def attention_to_regions(
 class GQAVocabulary(QuestionVocabulary):
     """Targets are 1 for the right answer, or the one with the best score, and 0 for all others."""
 
+    prediction_class = GQAPrediction
     learns_from = (CorrectAnswer, ScoredAnswers)
 
     def labels_of(self, truth: Any, *, mirrored: bool = False) -> AnswerLabels | None:
@@ -54,7 +55,13 @@ class GQAVocabulary(QuestionVocabulary):
         answer = self.spell(answer)
         if mirrored:
             answer = {"left": "right", "right": "left"}.get(answer, answer)
-        return AnswerLabels({answer: 1.0}, self.class_of.get(answer, -1), {"right_answer": answer})
+        record = {"right_answer": answer}
+        if isinstance(truth, StructuredAnswer):
+            record |= {name: getattr(truth, name) for name in ("types", "group", "entailed", "steps")}
+            # `GQATask.predict` replaces these by what they say of the predicted answer
+            evaluation = {"choices": truth.choices, "named_boxes": truth.named_boxes}
+            record |= {name: value for name, value in evaluation.items() if value is not None}
+        return AnswerLabels({answer: 1.0}, self.class_of.get(answer, -1), record)
 
 
 class GQATask(AnswerTask):

@@ -15,13 +15,14 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Int64
 from torch import Tensor
+from typing_extensions import override
 
 from detector.images import load_image
 from detector.io import write_text
@@ -44,6 +45,7 @@ LABELS = ("False", "True")  # as in the official files
 class NLVR2Prediction(Prediction, kw_only=True):
     """Whether a sentence is true of two photos."""
 
+    metadata_fields = Prediction.metadata_fields | {"identifier"}
     prediction: Literal["True", "False"]
     score: Score  # probability of the prediction
     true: Score  # probability of "True"
@@ -111,11 +113,18 @@ class NLVR2Targets(Targets):
 class NLVR2Preprocessor(Preprocessor):
     """Encodes a sentence as one text. Words are not swapped in flipped images: "left" mostly means the left image."""
 
+    prediction_class = NLVR2Prediction
     learns_from = (CorrectChoice,)
 
+    @override
+    def truth_record(self, truth: CorrectChoice, *, flipped: bool) -> dict[str, Any]:
+        return {"label": LABELS[truth.number]}
+
+    @override
     def placeholder_targets(self) -> NLVR2Targets:
         return NLVR2Targets(np.int64(0))
 
+    @override
     def encode_text(
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
     ) -> Iterable[TextExample]:

@@ -56,12 +56,18 @@ class PretrainingPreprocessor(Preprocessor):
     "left" and "right" are not swapped in flipped images (official VL-BERT code).
     """
 
+    prediction_class = PretrainingPrediction
     learns_from = (object,)
     parts: Mapping[str, ObjectivePreprocessor] = dataclasses.field(default_factory=dict)
     cut_pairs: Truncation = "ends"
     choices: Preprocessor | None = None  # of a task that encodes each choice of a question; None: other data sets
     drawn: Literal["random", "in_turn"] = "random"  # which choice is used, see `ChoiceTextsConfig`
 
+    @override
+    def truth_record(self, truth: Any, *, flipped: bool) -> dict[str, Any]:
+        return {}  # what is learned of a truth, each objective says itself
+
+    @override
     def encode_text(
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
     ) -> Iterable[TextExample]:

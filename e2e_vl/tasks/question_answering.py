@@ -56,7 +56,9 @@ class AnswerLabels(NamedTuple):
 class QuestionVocabulary(AnswerVocabulary, abc.ABC):
     """An answer vocabulary with the labels of annotated questions, see `AnswerConfig`."""
 
-    learns_from: ClassVar[tuple[type, ...]]  # see `Preprocessor.learns_from`
+    # see `Preprocessor`
+    prediction_class: ClassVar[type[Prediction]]
+    learns_from: ClassVar[tuple[type, ...]]
 
     @abc.abstractmethod
     def labels_of(self, truth: Any, *, mirrored: bool = False) -> AnswerLabels | None:
@@ -85,24 +87,34 @@ class AnswerPreprocessor(Preprocessor):
     answers: QuestionVocabulary
 
     @property
+    def prediction_class(self) -> type[Prediction]:
+        return self.answers.prediction_class
+
+    @property
     def learns_from(self) -> tuple[type, ...]:
         return self.answers.learns_from
 
+    @override
+    def truth_record(self, truth: Any, *, flipped: bool) -> dict[str, Any]:
+        labels = self.answers.labels_of(truth, mirrored=flipped)
+        return {} if labels is None else labels.record
+
+    @override
     def placeholder_targets(self) -> AnswerTargets:
         return AnswerTargets(self.answers.targets_of({}), np.int64(-1))
 
+    @override
     def encode_text(
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
     ) -> Iterable[TextExample]:
         [image] = images
         mirrored = image.image_transform.flipped
         encoding = self.text_tokenizer.question(self.text_tokenizer.pieces(text.words, mirrored=mirrored))
-        record, targets = self.record(text, images, encoding), AnswerTargets()
+        targets = AnswerTargets()
         labels = self.answers.labels_of(text.truth, mirrored=mirrored)
         if labels is not None:
             targets = AnswerTargets(self.answers.targets_of(labels.scores), np.int64(labels.best))
-            record |= labels.record
-        yield TextExample(encoding, text.image_index, record, targets)
+        yield TextExample(encoding, text.image_index, self.record(text, images, encoding), targets)
 
 
 class AnswerTask(Task):

@@ -9,13 +9,14 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
+from typing_extensions import override
 
 from detector.boxes import pairwise_iou
 from detector.errors import UserError
@@ -66,11 +67,24 @@ class ReferringTargets(Targets):
 class ReferringPreprocessor(Preprocessor):
     """Encodes an expression as one text; in flipped images "left" and "right" are swapped (official VL-BERT code)."""
 
+    prediction_class = ReferringPrediction
     learns_from = (ReferredBoxes,)
 
+    @override
+    def truth_record(self, truth: ReferredBoxes, *, flipped: bool) -> dict[str, Any]:
+        record: dict[str, Any] = {"category": truth.category}
+        if len(truth.boxes) == 1:
+            record["gt_box"] = list(truth.boxes[0])
+            record["ann_id"] = None if truth.ann_ids is None else truth.ann_ids[0]
+        else:
+            record["gt_boxes"] = [list(box) for box in truth.boxes]
+        return record
+
+    @override
     def placeholder_targets(self) -> ReferringTargets:
         return ReferringTargets(np.zeros((1, 4), dtype=np.float32))
 
+    @override
     def encode_text(
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
     ) -> Iterable[TextExample]:

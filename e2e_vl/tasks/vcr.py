@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from jaxtyping import Float, Int64
 from msgspec import Meta
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
 
 from detector.errors import UserError
 from detector.io import atomic_file
@@ -66,6 +67,7 @@ COLUMNS = ("annot_id", *ANSWER_COLUMNS, *RATIONALE_COLUMNS)
 class VCRPrediction(Prediction, kw_only=True):
     """The predicted choice among four answers, or four rationales."""
 
+    metadata_fields = Prediction.metadata_fields | {"annot_id", "kind", "conditioned_on"}  # together, a text's id
     probabilities: tuple[Score, Score, Score, Score]
     choice: Number  # the predicted choice
     choices: tuple[str, ...] = ()  # as text
@@ -356,12 +358,19 @@ class VCRTargets(Targets):
 class VCRPreprocessor(Preprocessor):
     """Encodes four texts per question, one per choice; wordpieces of object names have the row of the object's box."""
 
+    prediction_class = VCRPrediction
     learns_from = (CorrectChoice,)
     config: VCRConfig = dataclasses.field(default_factory=VCRConfig)
 
+    @override
+    def truth_record(self, truth: CorrectChoice, *, flipped: bool) -> dict[str, Any]:
+        return {"label": truth.number}
+
+    @override
     def placeholder_targets(self) -> VCRTargets:
         return VCRTargets(np.float32(0))
 
+    @override
     def encode_text(
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
     ) -> Iterable[TextExample]:
@@ -401,7 +410,9 @@ class VCRPreprocessor(Preprocessor):
                     [word for word, _ in choice_words[number]],
                 )
                 phrases = choice_phrases(encoding, pieces, words, boxes)
-            is_correct = None if text.truth is None else np.float32(number == text.truth.number)
+            is_correct = None
+            if text.truth is not None and text.is_learned:
+                is_correct = np.float32(number == text.truth.number)
             yield TextExample(
                 *(encoding, text.image_index, record, VCRTargets(is_correct)),
                 region_of_token=region_of_token,
@@ -489,7 +500,7 @@ def _is_unlabelled_rationale(text: ChoiceText) -> bool:
 
     The official VL-BERT code truncates their texts in training and validation, but not in its test mode.
     """
-    return text.metadata.get("conditioned_on") is not None and text.metadata["label"] is None
+    return text.metadata.get("conditioned_on") is not None and text.truth is None
 
 
 class VCRTask(Task):
@@ -567,7 +578,7 @@ class VCRTask(Task):
         text = ChoiceText(
             0,
             question.text,
-            {"annot_id": "asked", "kind": "rationale" if question.answer else "answer", "label": None},
+            {"annot_id": "asked", "kind": "rationale" if question.answer else "answer"},
             query=tuple(parse_sentence(one, len(given)) for one in texts),
             choices=tuple(parse_sentence(one, len(given)) for one in question.choices),
         )

@@ -34,6 +34,7 @@ class VQAVocabulary(QuestionVocabulary):
     In flipped images, "left" and "right" are swapped in answers too (official VL-BERT code).
     """
 
+    prediction_class = VQAPrediction
     learns_from = (HumanAnswers, ScoredAnswers, CorrectAnswer)
 
     def __init__(self, answers: Sequence[str], *, normalised: bool = False) -> None:
@@ -71,7 +72,8 @@ class VQAVocabulary(QuestionVocabulary):
         counted = [normalise_answer(answer) for answer in given] if self.normalised else given
         known = Counter(self.class_of[answer] for answer in counted if answer in self.class_of)
         best = known.most_common(1)[0][0] if known else -1
-        return AnswerLabels(soft_scores(given, normalised=self.normalised), best, {"answers": given})
+        record = {"answers": given, "multiple_choice_answer": truth.most_frequent}
+        return AnswerLabels(soft_scores(given, normalised=self.normalised), best, record)
 
 
 class VQATask(AnswerTask):

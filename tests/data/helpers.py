@@ -23,6 +23,7 @@ from e2e_vl.data.batching import BatchLoader, ExampleDataset, GroupedBatchSample
 from e2e_vl.data.config import CLASS_NAMES
 from e2e_vl.data.image_loader import BoxReader, ImageLoader, ImageRules
 from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, TextExample
+from e2e_vl.predictions import Prediction
 from e2e_vl.samples import Sample, SampleText
 from e2e_vl.text import TextTokenizer
 
@@ -54,6 +55,12 @@ def with_options(settings: DataSettings, **options: Any) -> DataSettings:
 
 class PlainPreprocessor(Preprocessor):
     """Every text as it is, without targets."""
+
+    prediction_class = Prediction
+    learns_from = (object,)
+
+    def truth_record(self, truth: Any, *, flipped: bool) -> dict[str, Any]:
+        return {}
 
     def encode_text(
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory

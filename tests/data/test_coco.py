@@ -11,7 +11,7 @@ import pytest
 from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
 from e2e_vl.data.coco import CocoDetectionDataset, CocoInstances
-from e2e_vl.samples import Categories
+from e2e_vl.predictions import TrueObject
 from tests.data.helpers import open_dataset, refused
 
 NO_OBJECTS = {"id": 11, "file_name": "eleven.png", "width": 30, "height": 20}
@@ -143,12 +143,12 @@ def test_every_image_has_one_empty_text(tiny):
     sample = dataset.sample((0,))
     [image], [text] = sample.images, sample.texts
     assert (image.id, image.size, image.boxes) == ("7", (60, 100), None)
-    assert (text.words, text.image_index, text.index, text.truth) == ("", (0,), 0, Categories((2, 90)))
-    assert text.metadata["image_id"] == 7
-    assert [entry["is_crowd"] for entry in text.metadata["objects"]] == [False, False, True]
-    first = {"box": [10, 20, 30, 40], "category_id": 2, "category": "square", "area": 123.5, "is_crowd": False}
-    assert text.metadata["objects"][0] == first
-    assert dataset.sample((3,)).texts[0].metadata["objects"] == []
+    assert (text.words, text.image_index, text.index) == ("", (0,), 0)
+    assert text.metadata == {"image_id": 7} and text.truth.category_ids == (2, 90)
+    assert [true_object.is_crowd for true_object in text.truth.objects] == [False, False, True]
+    assert text.truth.objects[0] == TrueObject((10, 20, 30, 40), 2, "square", is_crowd=False, area=123.5)
+    assert dataset.sample((3,)).texts[0].truth.objects == ()
+    assert next(iter(dataset.truths())) == text.truth
     options = open_options(CocoDetectionDataset, settings_of(tiny))
     assert list(CocoDetectionDataset.texts_of(*options, "instances")) == ["square", "box"]
 

@@ -57,14 +57,13 @@ def test_captions_without_a_boxed_phrase_are_left_out(settings, tmp_path, caplog
     assert image.objects.boxes.tolist() == [[1, 2, 11, 32], [5, 6, 10, 20], [20, 2, 40, 32]]
     first, second = sample.texts
     assert first.words == "A man in a red shirt near the street ."
-    assert first.metadata["phrases"] == ["A man", "a red shirt"]
-    assert first.metadata["phrase_types"][1] == ["clothing", "other"]
-    assert [first.words[slice(*span)] for span in first.truth.spans] == first.metadata["phrases"]
+    assert [first.words[slice(*span)] for span in first.truth.spans] == ["A man", "a red shirt"]
+    assert first.truth.types[1] == ("clothing", "other")
     assert [first.words[slice(*span)] for span in first.phrases.spans] == ["A man", "a red shirt", "the street"]
     assert [len(boxes) for boxes in first.phrases.boxes] == [1, 1, 0] and first.phrases.is_complete
-    assert (second.metadata["sentence"], second.metadata["phrase_ids"]) == (3, ["1", "4"])
-    assert [boxes.tolist() for boxes in second.truth.boxes] == second.metadata["gt_boxes"]
-    assert second.metadata["gt_boxes"] == [[[1, 2, 11, 32]], [[1, 2, 11, 32], [20, 2, 40, 32]]]
+    assert (second.metadata["sentence"], second.truth.entities) == (3, ("1", "4"))
+    boxes = [[[1, 2, 11, 32]], [[1, 2, 11, 32], [20, 2, 40, 32]]]
+    assert [phrase_boxes.tolist() for phrase_boxes in second.truth.boxes] == boxes
     assert second.metadata == json.loads(json.dumps(second.metadata))
 
 
@@ -76,7 +75,10 @@ def test_empty_boxes_are_skipped(settings, tmp_path, caplog, odd):
     dataset = make(settings)
     sample = dataset.sample((0,))
     assert sample.images[0].objects.boxes.tolist() == [[5, 6, 10, 20], [20, 2, 40, 32]]
-    assert sample.texts[0].metadata["phrases"] == ["a red shirt"], "the other phrase has lost its only box"
+    [text] = sample.texts
+    assert [text.words[slice(*span)] for span in text.truth.spans] == ["a red shirt"], (
+        "the other phrase has lost its only box"
+    )
     assert "skipped 1 empty boxes" in caplog.text and "11.xml" in caplog.text
 
 
@@ -88,7 +90,7 @@ def test_an_image_that_is_listed_twice_is_read_once(settings, tmp_path, caplog):
 def test_coordinates_may_begin_at_zero(settings):
     shifted = with_options(settings, coordinates="zero_based")
     sample = make(shifted).sample((0,))
-    assert sample.texts[0].metadata["gt_boxes"][0] == [[0, 1, 10, 31]]
+    assert sample.texts[0].truth.boxes[0].tolist() == [[0, 1, 10, 31]]
     assert sample.images[0].objects.boxes[0].tolist() == [0, 1, 10, 31]
 
 

@@ -11,7 +11,6 @@ import pytest
 from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
 from e2e_vl.data.gqa import Choices, GQADataset, SceneGraph, find_pieces, read_entries, read_questions
-from e2e_vl.samples import CorrectAnswer
 from tests.data.helpers import open_dataset, refused, with_files, with_options, write_json
 from tests.data.tiny_refcoco import TinyRefCOCO
 
@@ -93,22 +92,22 @@ def test_questions_and_answers(settings):
     assert image.objects.ids == (100, 101, 102) and image.objects.names == ("box",) * 3
     assert image.locate().name == "7.jpg" and image.locate().is_file()
     first, second = sample.texts
-    assert (first.words, first.truth) == ("What color is it?", CorrectAnswer("red"))
-    assert (first.metadata["question_id"], second.metadata["entailed"]) == ("05", ["2", "3"])
-    assert (first.metadata["steps"], first.metadata["group"]) == (2, "color")
-    assert "choices" not in first.metadata  # only evaluation reads them
-    assert list(dataset.truths()) == [CorrectAnswer("red"), CorrectAnswer("yes"), CorrectAnswer("yes")]
+    assert (first.words, first.truth.answer) == ("What color is it?", "red")
+    assert (first.metadata["question_id"], second.truth.entailed) == ("05", ("2", "3"))
+    assert (first.truth.steps, first.truth.group) == (2, "color")
+    assert first.truth.choices is None  # only evaluation reads them
+    assert [truth.answer for truth in dataset.truths()] == ["red", "yes", "yes"]
     assert make(settings, boxes="online").sample((0,)).images[0].objects is None
 
 
 def test_choices_of_balanced_questions_are_read_for_scores(settings, tiny, caplog):
     first, second = make(settings, "val_all", training=False).sample((0, 1)).texts
-    assert first.metadata["choices"] == CHOICES and "choices" not in second.metadata
+    assert first.truth.choices == CHOICES and second.truth.choices is None
     assert second.words == "é?"
     dataset = make(settings, "test_balanced", "online", training=False)
     assert "test_choices.json does not exist" in caplog.text
     [text] = dataset.sample((0,)).texts
-    assert text.truth is None and "right_answer" not in text.metadata and list(dataset.truths()) == [None]
+    assert text.truth is None and list(dataset.truths()) == [None]
 
 
 def test_boxes_that_a_question_names_are_read_for_the_grounding_score(settings, tiny, caplog):
@@ -120,9 +119,9 @@ def test_boxes_that_a_question_names_are_read_for_the_grounding_score(settings, 
     settings = with_options(with_files(settings, choices=None), grounding=True)
     first, second = make(settings, "named", "online", training=False).sample((0, 1)).texts
     left = [0.1, 20 / 60, 0.3, 40 / 60]
-    np.testing.assert_allclose(first.metadata["named_boxes"], [left, [0.6, 1 / 6, 0.9, 4 / 6], left])
-    assert "named_boxes" not in second.metadata
-    assert "named_boxes" not in make(settings, "named", "online").sample((0,)).texts[0].metadata
+    np.testing.assert_allclose(first.truth.named_boxes, [left, [0.6, 1 / 6, 0.9, 4 / 6], left])
+    assert second.truth.named_boxes is None
+    assert make(settings, "named", "online").sample((0,)).texts[0].truth.named_boxes is None
     (graphs / "named_sceneGraphs.json").unlink()
     make(settings, "named", "online", training=False)
     assert "so grounding is left out" in caplog.text
@@ -141,7 +140,7 @@ def test_objects_without_a_box_in_the_image_are_no_candidates_but_may_be_named(s
     write_json(folder / "questions" / "train_named_questions.json", {"8": named})
     settings = with_options(with_files(settings, choices=None), grounding=True)
     [text] = make(settings, "train_named", training=False).sample((0,)).texts
-    assert len(text.metadata["named_boxes"]) == 2
+    assert len(text.truth.named_boxes) == 2
     del graphs["7"]["objects"]["101"]
     write_json(folder / "sceneGraphs" / "train_sceneGraphs.json", graphs)
     with refused("train_sceneGraphs.json", "image 7", "object 101", "question 8"):

@@ -108,12 +108,12 @@ def test_truths_and_metadata(root):
     questions = opened(root, "scored_questions", "train")
     assert list(questions.truths()) == [ScoredAnswers({"no": 0.3, "yes": 1.0})] * 2
     [text] = questions.sample([0]).texts
-    assert text.metadata == {"question_id": "train a", "image_id": "a", "answer_scores": {"no": 0.3, "yes": 1.0}}
+    assert text.metadata == {"question_id": "train a", "image_id": "a"}
     options = open_options(ScoredQuestionDataset, settings_of(root, "scored_questions"))
     assert ScoredQuestionDataset.answers_of(*options, "train") == {"train a": "yes", "train b": "yes"}
     assert sorted(ScoredQuestionDataset.texts_of(*options, "val")) == ["Is it c?", "yes"]
     [text] = opened(root, "listed_pairs", "val").sample([0]).texts
-    assert text.truth == CorrectChoice(1) and text.image_index == (0, 1) and text.metadata["label"] == "True"
+    assert text.truth == CorrectChoice(1) and text.image_index == (0, 1) and set(text.metadata) == {"identifier"}
     for name in ("scored_questions", "listed_pairs"):
         assert list(opened(root, name, "test").truths()) == [None]
         with refused("no labels"):

@@ -55,7 +55,7 @@ def test_sentences_about_the_same_pair_are_one_group(settings, tmp_path):
     first, second = sample.texts
     assert first.image_index == second.image_index == (0, 1)
     assert (first.words, first.truth) == ("Is it train-3-0-0?", CorrectChoice(1))
-    assert first.metadata == {"identifier": "train-3-0-0", "label": "True", "synset": "cup"}
+    assert first.metadata == {"identifier": "train-3-0-0", "synset": "cup"}
     assert list(dataset.truths()) == [CorrectChoice(1), CorrectChoice(0), CorrectChoice(1)]
     assert list(dataset.image_ids()) == [f"train-3-{pair}-img{side}" for pair in (0, 1) for side in (0, 1)]
 
@@ -88,7 +88,7 @@ def test_splits_are_joined(settings):
 
 def test_a_split_without_labels_can_be_predicted_but_not_learned(settings):
     [text] = make(settings, "test2").sample((0,)).texts
-    assert text.truth is None and "label" not in text.metadata
+    assert text.truth is None
     with refused("test2", "labels"):
         make(settings, "test2", training=True)
 

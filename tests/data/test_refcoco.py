@@ -62,9 +62,8 @@ def test_expressions_of_grefcoco_refer_to_any_number_of_objects(tiny):
     path = tiny.refs_file.with_name("grefs(unc).json")
     path.write_text(json.dumps(general))
     several, *_, nothing = read_expressions(path, CocoInstances(tiny.instances_file))
-    assert len(several.truth.boxes) == 2 and several.metadata["gt_boxes"] == [list(box) for box in several.boxes]
-    assert nothing.truth == ReferredBoxes(()) and nothing.metadata["gt_boxes"] == []
-    assert nothing.metadata["category"] is None and "ann_id" not in nothing.metadata
+    assert several.truth.boxes == several.boxes and len(several.truth.boxes) == 2
+    assert nothing.truth == ReferredBoxes((), ann_ids=(), category=None)
 
 
 def test_metadata_and_truth_in_pixels_of_the_stored_image(tiny):
@@ -74,9 +73,9 @@ def test_metadata_and_truth_in_pixels_of_the_stored_image(tiny):
     assert image.locate() == tiny.images_root / "seven.png"
     first, second = sample.texts
     assert first.words == "red square on the left"
-    ids = {"ref_id": 1, "sent_id": 10, "image_id": 7, "ann_id": 100}
-    assert first.metadata == ids | {"category": "square", "gt_box": [10, 20, 30, 40], "family": "relation"}
-    assert first.truth == ReferredBoxes(((10, 20, 30, 40),)) and second.truth == ReferredBoxes(((60, 10, 90, 40),))
+    assert first.metadata == {"ref_id": 1, "sent_id": 10, "image_id": 7, "family": "relation"}
+    assert first.truth == ReferredBoxes(((10, 20, 30, 40),), ann_ids=(100,), category="square")
+    assert second.truth.boxes == ((60, 10, 90, 40),)
     assert "family" not in second.metadata
     assert first.phrases.spans == ((0, len(first.words)),) and first.phrases.boxes[0].tolist() == [[10, 20, 30, 40]]
 

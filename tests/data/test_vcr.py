@@ -35,7 +35,7 @@ def test_a_question_and_its_choices(tiny):
     assert first.choices[0] == ["No", [0], "."] and len(first.choices) == 4
     assert first.words == "Why is [1, 2] there ?"
     assert first.truth == CorrectChoice(2)
-    assert first.metadata == {"annot_id": "val-0", "kind": "answer", "conditioned_on": None, "label": 2}
+    assert first.metadata == {"annot_id": "val-0", "kind": "answer", "conditioned_on": None}
 
 
 def test_the_right_answer_comes_before_a_rationale(tiny):
@@ -43,7 +43,7 @@ def test_the_right_answer_comes_before_a_rationale(tiny):
     assert text.query == (tiny.lines[0]["question"], tiny.lines[0]["answer_choices"][2])
     assert text.choices == tuple(tiny.lines[0]["rationale_choices"])
     assert text.truth == CorrectChoice(1)
-    assert (text.metadata["kind"], text.metadata["label"], text.metadata["conditioned_on"]) == ("rationale", 1, 2)
+    assert (text.metadata["kind"], text.metadata["conditioned_on"]) == ("rationale", 2)
 
 
 def test_rationales_given_each_answer(tiny):
@@ -53,8 +53,9 @@ def test_rationales_given_each_answer(tiny):
     assert [text.metadata["annot_id"] for text in texts] == ["val-0"] * 4 + ["val-2"]
     assert [text.metadata["conditioned_on"] for text in texts] == [0, 1, 2, 3, 0]
     assert [text.query[1] for text in texts] == [*tiny.lines[0]["answer_choices"], tiny.lines[2]["answer_choices"][0]]
-    assert [text.metadata["label"] for text in texts] == [None, None, 1, None, None], "only for the right answer"
-    assert [text.truth for text in texts] == [None] * 5, "there is nothing to learn"
+    truths = [text.truth for text in texts]
+    assert truths == [None, None, CorrectChoice(1), None, None], "only for the right answer"
+    assert not any(text.is_learned for text in texts)
 
 
 def test_a_split_without_labels(tiny):
@@ -62,7 +63,7 @@ def test_a_split_without_labels(tiny):
         del line["answer_label"], line["rationale_label"]
     for options in ({}, {"question": "rationale", "condition_on": "each"}):
         [text] = tiny.dataset(**options).sample((0,)).texts
-        assert text.truth is None and text.metadata["label"] is None
+        assert text.truth is None
     with refused("val.jsonl", "no labels", "condition_on=each"):
         tiny.dataset(question="rationale")
     with refused("val.jsonl", "no labels"):

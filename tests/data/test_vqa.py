@@ -33,10 +33,10 @@ def test_questions_and_answers(settings):
     assert str(image.locate()).endswith("train2014/COCO_train2014_000000000007.jpg")
     first, second = sample.texts
     assert (first.index, second.index) == (0, 2)
-    assert first.words == "red square left" and first.truth == HumanAnswers(tuple(ANSWERS))
+    assert first.words == "red square left" and first.truth == HumanAnswers(tuple(ANSWERS), "left side")
     assert first.metadata["question_id"] == 7000
-    assert first.metadata["answers"] == ANSWERS and first.metadata["answer_type"] == "other"
-    assert list(dataset.truths()) == [HumanAnswers(tuple(ANSWERS))] * 3
+    assert first.metadata["answer_type"] == "other"
+    assert list(dataset.truths()) == [first.truth] * 3
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from e2e_vl.data.nlvr2 import read_examples
 from e2e_vl.encoders.visual_bert import VisualBertEncoder, relative_box_coordinates
 from e2e_vl.examples import TextExample
 from e2e_vl.metrics.flickr30k import correct_candidates
-from e2e_vl.samples import CorrectChoice, HumanAnswers, PhraseBoxes, SampleText
+from e2e_vl.samples import CorrectChoice, EntityPhrases, HumanAnswers, SampleText
 from e2e_vl.structures import Batch, ModelOutput, TaskOutput, TextBatch
 from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.config import Flickr30KConfig, NLVR2Config
@@ -71,8 +71,7 @@ def test_targets_of_given_answers(data_rules, rules_tokenizer):
     preprocessor = preprocessor_of(answering(data_rules), rules_tokenizer)
     for one in part_of(data_rules, "vqa", "scores"):
         truth = HumanAnswers(tuple(one["given"]))
-        facts = {"question_id": 1, "answers": one["given"]}
-        [text] = preprocess(preprocessor, sample_of(SampleText(0, "what?", facts, truth)))
+        [text] = preprocess(preprocessor, sample_of(SampleText(0, "what?", {"question_id": 1}, truth)))
         np.testing.assert_allclose(text.targets.scores, one["scores"], atol=ROUNDED)
 
 
@@ -132,11 +131,13 @@ def described(data_rules, tmp_path_factory) -> list[EntitySentence]:
 def grounded(data_rules: dict[str, Any], sentence: EntitySentence, tokenizer: PreTrainedTokenizerBase) -> TextExample:
     truth = data_rules["flickr"]["ground_truth"]
     phrases = [phrase for phrase in sentence.phrases if phrase.chain in truth]
-    boxes = PhraseBoxes(
+    boxes = EntityPhrases(
         tuple(phrase.span for phrase in phrases),
         tuple(np.array(truth[phrase.chain], dtype=np.float64) for phrase in phrases),
+        entities=tuple(phrase.chain for phrase in phrases),
+        types=tuple(phrase.types for phrase in phrases),
     )
-    text = SampleText(0, sentence.words, {"phrases": [""] * len(phrases)}, boxes)
+    text = SampleText(0, sentence.words, {}, boxes)
     [made] = preprocess(preprocessor_of(Flickr30KTask(8, Flickr30KConfig()), tokenizer), sample_of(text))
     return made
 

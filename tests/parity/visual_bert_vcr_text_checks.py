@@ -48,7 +48,7 @@ def texts_of(data_rules, rules_tokenizer, settings, kind: str) -> list[TextExamp
     query = [item["question"]] if is_answer else [item["question"], item["answer_choices"][item["answer_label"]]]
     label = item["answer_label" if is_answer else "rationale_label"]
     choices = item["answer_choices" if is_answer else "rationale_choices"]
-    text = ChoiceText(0, "", {"label": label}, CorrectChoice(label), query=tuple(query), choices=tuple(choices))
+    text = ChoiceText(0, "", {}, CorrectChoice(label), query=tuple(query), choices=tuple(choices))
     number = len(item["objects"])
     corners = np.tile([0.0, 0.0, 9.0, 9.0], (number, 1))
     objects = AnnotatedObjects(corners, "recorded", names=tuple(item["objects"]))

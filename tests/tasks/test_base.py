@@ -15,7 +15,15 @@ from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.examples import Preprocessor
 from e2e_vl.parts import decode
 from e2e_vl.predictions import GroundedPhrase, Prediction
-from e2e_vl.samples import CorrectAnswer, CorrectChoice, HumanAnswers, PhraseBoxes, ReferredBoxes, SampleText
+from e2e_vl.samples import (
+    CorrectAnswer,
+    CorrectChoice,
+    EntityPhrases,
+    HumanAnswers,
+    PhraseBoxes,
+    ReferredBoxes,
+    SampleText,
+)
 from e2e_vl.structures import EncoderOutput
 from e2e_vl.tasks.base import Task, phrase_boxes
 from e2e_vl.tasks.config import Flickr30KConfig, GQAConfig, NLVR2Config, ReferringConfig, VCRConfig, VQAConfig
@@ -75,6 +83,7 @@ def test_unsure_phrases_are_shown_where_they_may_explain_a_wrong_answer():
 SIZE = 32  # of `make_inputs` there are three texts
 BOX = (10.0, 10.0, 30.0, 30.0)
 PHRASES = PhraseBoxes(((0, 3),), (np.array([BOX]),))
+ENTITIES = EntityPhrases(PHRASES.spans, PHRASES.boxes, entities=("1",), types=(("people",),))
 ANSWERS = {"answers": ["red", "blue"], "head_width": 1, "initialise_from_words": False}
 PEOPLE = HumanAnswers(("red",) * 10)
 CASES = [
@@ -82,7 +91,7 @@ CASES = [
     (GQATask, GQAConfig(**ANSWERS), CorrectAnswer("blue")),
     *((NLVR2Task, NLVR2Config(loss=loss), CorrectChoice(1)) for loss in ("softmax", "sigmoid")),
     *((ReferringTask, ReferringConfig(loss=loss), ReferredBoxes((BOX,))) for loss in ("binary", "softmax")),
-    (Flickr30KTask, Flickr30KConfig(), PHRASES),
+    (Flickr30KTask, Flickr30KConfig(), ENTITIES),
 ]
 OTHER_TRUTHS = (None, PHRASES, ReferredBoxes((BOX,)))
 

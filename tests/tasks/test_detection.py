@@ -16,7 +16,7 @@ from pycocotools.cocoeval import COCOeval
 from detector.errors import UserError
 from detector.structures import DetectionTargets, Regions
 from e2e_vl.drawing import BLUE, GREEN, RED
-from e2e_vl.samples import Categories, SampleText
+from e2e_vl.samples import CategorisedObjects, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, gather_regions
 from e2e_vl.tasks.detection import CategoryTargets, DetectionPrediction, DetectionTask, coco_metrics
 from e2e_vl.text import TextTokenizer
@@ -113,7 +113,7 @@ def test_pictures_show_sure_detections_and_missed_objects_only(grey, score, obje
 
 
 def test_an_empty_text_with_the_numbers_of_the_categories(tokenizer):
-    sample = sample_of(SampleText(4, "", {"image_id": 7, "objects": []}, Categories((2, 90))))
+    sample = sample_of(SampleText(4, "", {"image_id": 7}, CategorisedObjects((2, 90), ())))
     [text] = preprocess(DetectionTask(8).preprocessor(TextTokenizer(tokenizer)), sample)
     assert text.encoding.input_ids.tolist() == tokenizer("")["input_ids"] and text.image_index == (0,)
     assert text.targets.category_ids.tolist() == [2, 90]

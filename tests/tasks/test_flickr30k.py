@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from detector.structures import Regions
-from e2e_vl.samples import PhraseBoxes, Question, SampleText
+from e2e_vl.samples import EntityPhrases, Question, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, gather_regions
 from e2e_vl.tasks.config import Flickr30KConfig
 from e2e_vl.tasks.flickr30k import Flickr30KTargets, Flickr30KTask, first_occurrence
@@ -150,7 +150,8 @@ def test_predictions_are_in_pixels_of_the_original_image():
 def encode(tokenizer, text: str, *spans: tuple[int, int], image=None, config=None, **text_tokenizer):
     boxes = tuple(np.array([[10.0, 20, 30, 40]]) for _ in spans)
     task = make_task(**config or {})
-    sample = sample_of(SampleText(0, text, {}, PhraseBoxes(spans, boxes)))
+    truth = EntityPhrases(spans, boxes, entities=("1",) * len(spans), types=(("people",),) * len(spans))
+    sample = sample_of(SampleText(0, text, {}, truth))
     [found] = preprocess(task.preprocessor(TextTokenizer(tokenizer, **text_tokenizer)), sample, image)
     return found
 
@@ -159,6 +160,7 @@ def test_phrases_are_found_by_their_characters(tokenizer):
     found = encode(tokenizer, "The man  and a red shirt.", (0, 7), (13, 24))
     assert tokens(found, tokenizer) == ["[CLS]", "the", "man", "and", "a", "red", "shirt", ".", "[SEP]"]
     assert found.targets.spans.tolist() == [[1, 3], [4, 7]]
+    assert found.record["phrases"] == ["The man", "a red shirt"] and found.record["phrase_ids"] == ["1", "1"]
     assert [boxes.tolist() for boxes in found.targets.boxes] == [[[10, 20, 30, 40]]] * 2
 
 
@@ -183,14 +185,18 @@ def test_a_mirrored_image_moves_boxes_and_words(tokenizer):
     assert found.targets.boxes[0].tolist() == [[69, 20, 89, 40]]
 
 
+def phrases_of(text: SampleText) -> list[str]:
+    return [text.words[slice(*span)] for span in text.truth.spans]
+
+
 def test_a_user_puts_phrases_in_brackets(tokenizer, tmp_path):
     task = make_task()
     sample = task.question(Question(tmp_path / "a.jpg", "[the man] and [a red shirt]"))
     [text] = sample.texts
-    assert text.words == "the man and a red shirt" and text.metadata["phrases"] == ["the man", "a red shirt"]
+    assert text.words == "the man and a red shirt" and phrases_of(text) == ["the man", "a red shirt"]
     [found] = preprocess(task.preprocessor(TextTokenizer(tokenizer)), sample)
     assert found.targets.spans.tolist() == [[1, 3], [4, 7]] and found.targets.boxes is None
-    assert task.question(Question(tmp_path / "a.jpg", "a shirt")).texts[0].metadata["phrases"] == ["a shirt"]
+    assert phrases_of(task.question(Question(tmp_path / "a.jpg", "a shirt")).texts[0]) == ["a shirt"]
 
 
 def test_small_shares_keep_their_order():

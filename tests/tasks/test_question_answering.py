@@ -303,7 +303,7 @@ def test_scored_answers():
 
 def test_a_question_of_gqa_and_its_answer(tokenizer):
     encode = gqa_task().preprocessor(TextTokenizer(tokenizer))
-    sample = sample_of(SampleText(3, "Is it left?", {"right_answer": "left"}, CorrectAnswer("left")))
+    sample = sample_of(SampleText(3, "Is it left?", {}, CorrectAnswer("left")))
     [text] = preprocess(encode, sample)
     assert decoded(text, tokenizer) == "[CLS] is it left ? [SEP]"
     assert text.targets.scores.tolist() == [0, 0, 1, 0, 0] and text.targets.best == 2

@@ -293,7 +293,7 @@ def test_an_expression_is_described_with_both_boxes_and_whether_there_was_a_righ
 
 @pytest.mark.parametrize("flipped", [False, True])
 def test_an_expression_and_its_box_in_resized_pixels(tokenizer, flipped):
-    sample = sample_of(SampleText(3, "Red square on the left", {"ann_id": 9}, ReferredBoxes(((-4, 20, 30, 40),))))
+    sample = sample_of(SampleText(3, "Red square on the left", {"ref_id": 8}, ReferredBoxes(((-4, 20, 30, 40),), (9,))))
     image = photo(scale=2, flipped=flipped, box_ids=(100, 101))
     [text] = preprocess(ReferringTask(8).preprocessor(TextTokenizer(tokenizer)), sample, image)
     side = "right" if flipped else "left"

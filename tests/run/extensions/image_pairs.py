@@ -50,8 +50,8 @@ class PairDataset(VLDataset):
     def _text(self, index: int, pair: tuple[int, int]) -> SampleText:
         shape = SHAPES[index % len(SHAPES)]
         holds = all(shape in self.instances.objects(image_id).names for image_id in pair)
-        facts = {"image_ids": list(pair), "label": int(holds)}
-        return SampleText(index, _statement(shape), facts, CorrectChoice(int(holds)), image_index=(0, 1))
+        ids = {"image_ids": list(pair)}
+        return SampleText(index, _statement(shape), ids, CorrectChoice(int(holds)), image_index=(0, 1))
 
 
 def _statement(shape: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from detector.structures import Loss
 from e2e_vl.examples import Targets
@@ -33,6 +34,7 @@ class RegionFeatures(Objective):
         self.output = nn.Linear(sizes.hidden_size, sizes.feature_dim)
         init_head([self.output], "normal")
 
+    @override
     def forward(
         self, targets: Targets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
@@ -44,8 +46,10 @@ class RegionFeatures(Objective):
         loss = Loss(self.config.weight * each.sum(), each.new_tensor(float(len(each))))
         return ObjectiveOutput(loss, chosen.nonzero()[:, 0], each < self.config.near, found)
 
+    @override
     def answer(self, output: ModelOutput, logits: Tensor, names: Sequence[str] | None) -> dict[str, Any]:
         return {"feature_norms": logits.norm(dim=1).tolist()}
 
-    def lines(self, prediction: PretrainingPrediction) -> list[str]:
+    @override
+    def answer_lines(self, prediction: PretrainingPrediction) -> list[str]:
         return [f"length of the hidden feature: {value:.3f}" for value in prediction.metadata["feature_norms"]]

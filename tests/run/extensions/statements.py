@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from detector.structures import Loss
 from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, stacked
 from e2e_vl.parts import Settings
 from e2e_vl.predictions import Prediction
-from e2e_vl.samples import Question, Sample, SampleText
+from e2e_vl.samples import CorrectChoice, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import Sizes, Task
 from e2e_vl.text import TextTokenizer
@@ -29,7 +30,20 @@ class StatementTargets(Targets):
     label: Tensor | None = stacked()  # int64 [M], 1 = true
 
 
+class StatementPrediction(Prediction, kw_only=True):
+    true: float
+    label: int | None = None
+
+
 class StatementPreprocessor(Preprocessor):
+    prediction_class = StatementPrediction
+    learns_from = (CorrectChoice,)
+
+    @override
+    def truth_record(self, truth: CorrectChoice, *, flipped: bool) -> dict[str, Any]:
+        return {"label": truth.number}
+
+    @override
     def encode_text(
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
     ) -> Iterable[TextExample]:
@@ -39,11 +53,6 @@ class StatementPreprocessor(Preprocessor):
         record = self.record(text, images, encoding)
         targets = StatementTargets(None if text.truth is None else np.int64(text.truth.number))
         yield TextExample(encoding, text.image_index, record, targets)
-
-
-class StatementPrediction(Prediction, kw_only=True):
-    true: float
-    label: int | None = None
 
 
 class StatementTask(Task):
