@@ -21,12 +21,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from detector.errors import MissingFileError
 from detector.image_files import read_size
@@ -52,14 +49,11 @@ from e2e_vl.samples import (
 )
 
 if TYPE_CHECKING:  # these modules import torch
-    from transformers import PreTrainedTokenizerBase
-
     from e2e_vl.data.batching import ExampleDataset
     from e2e_vl.data.image_loader import ImageLoader
     from e2e_vl.examples import ImageExample
-    from e2e_vl.model import VisionLanguageModel
+    from e2e_vl.run.build import RunWithoutWeights
 
-BERT_WORDPIECES = 30522  # size of a vocabulary that cannot be read
 MAX_WHOLE_SAMPLES = 300  # of a split, whose region features are read and whose texts are encoded as in training
 
 
@@ -147,22 +141,24 @@ def check_data(
         detector_ids: of the detector's training images.
         max_images: read this many evenly spaced images of each split; None: all.
     """
+    from e2e_vl.run.build import RunWithoutWeights, build_run_without_weights  # late: imports torch
+
     train_split = config.data.train_split
     box_sources = {train_split: [BoxSource(config.data.boxes.train)]}
     for split in config.data.eval_splits:
         sources = [*box_sources.get(split, []), *map(BoxSource, config.eval.boxes)]
         box_sources[split] = list(dict.fromkeys(sources))
-    parts = RunParts.build(config)
+    run = build_run_without_weights(config)
     readers: dict[str, SplitReader] = {}
     for split, sources in box_sources.items():
-        readers[split] = SplitReader(config, split, sources, id_lookup, max_images, parts)
+        readers[split] = SplitReader(config, split, sources, id_lookup, max_images, run)
 
     trained_ids = {"the detector's training images": detector_ids}
     for name, other in others.items():
         split = other.data.train_split
         sources = [BoxSource(other.data.boxes.train)]
-        without_model = RunParts(other, model=None, tokenizer=None)  # only its images are compared
-        reader = SplitReader(other, split, sources, id_lookup, max_images, without_model)
+        only_data = RunWithoutWeights(other, model=None, tokenizer=None)  # only its images are compared
+        reader = SplitReader(other, split, sources, id_lookup, max_images, only_data)
         trained_ids[f"the training split {split} of {name}"] = reader.all_global_ids()
     train_ids = {f"the training split {train_split}": readers[train_split].all_global_ids()}
     for split in config.data.eval_splits:
@@ -171,43 +167,11 @@ def check_data(
     return [reader.report for reader in readers.values()]
 
 
-@dataclasses.dataclass(frozen=True)
-class RunParts:
-    """What makes examples of samples: the model of a run, without weights, and its tokenizer."""
-
-    config: RunConfig  # with `data.resize`
-    model: VisionLanguageModel | None  # None: it cannot be built
-    tokenizer: PreTrainedTokenizerBase | None  # None: there is no vocabulary
-    problems: tuple[str, ...] = ()  # why one of them is None
-
-    @classmethod
-    def build(cls, config: RunConfig) -> RunParts:
-        from e2e_vl.run.build import build_model_without_weights, build_tokenizer, resolve_resize  # late: torch
-
-        problems: list[str] = []
-        model = tokenizer = None
-        try:
-            with tempfile.TemporaryDirectory() as folder:  # of a vocabulary that is built from the training texts
-                tokenizer = build_tokenizer(msgspec.structs.replace(config, output=folder))
-        except (ValueError, OSError) as error:
-            problems.append(str(error))
-        try:
-            config = resolve_resize(config)
-            vocab_size = BERT_WORDPIECES if tokenizer is None else len(tokenizer)
-            model = build_model_without_weights(config, vocab_size)
-        except (ValueError, OSError) as error:
-            problems.append(str(error))
-        return cls(config, model, tokenizer, tuple(problems))
-
-
 class SplitReader:
     """Opens a split with the sources of candidate boxes that the run uses, and makes examples of it as training does.
 
     Images are not decoded; only the headers of image files are read. Region features, which are large, are read and
     texts are encoded for `MAX_WHOLE_SAMPLES` evenly spaced images; of the other texts, the length is checked.
-
-    Args:
-        parts: of the run; None: they are built.
     """
 
     def __init__(
@@ -217,15 +181,13 @@ class SplitReader:
         sources: Sequence[BoxSource],
         id_lookup: ImageIdLookup,
         max_images: int | None,
-        parts: RunParts | None = None,
+        run: RunWithoutWeights,
     ) -> None:
         from e2e_vl.run.build import open_split  # late: imports torch and transformers
 
-        if parts is None:
-            parts = RunParts.build(config)
-        self.config = parts.config
-        self.model = parts.model
-        self.tokenizer = parts.tokenizer
+        self.config = run.config
+        self.model = run.model
+        self.tokenizer = run.tokenizer
         self.id_lookup = id_lookup
         self.is_training = split == config.data.train_split
         self.report = SplitReport(split)
@@ -250,7 +212,7 @@ class SplitReader:
         except (ValueError, OSError) as error:
             self._add_problem(f"{split}: {error}")
         if self.is_training:
-            for problem in parts.problems:
+            for problem in run.problems:
                 if not any(problem in listed for listed in self.report.problems):
                     self._add_problem(problem)
         self.report.images = len(self.global_ids)

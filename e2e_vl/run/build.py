@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import logging
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -45,6 +46,8 @@ from e2e_vl.weights.visual_bert import OfficialVisualBert, TransformersVisualBer
 from e2e_vl.weights.vl_bert import OfficialVLBert, VLBertFromBert
 
 logger = logging.getLogger(__name__)
+
+BERT_WORDPIECES = 30522  # size of a vocabulary that cannot be read
 
 ADAPTERS: dict[str, tuple[WeightAdapter, ...]] = {  # encoders that can load the weights of other projects
     "vl_bert": (OfficialVLBert(), VLBertFromBert()),
@@ -221,6 +224,34 @@ def build_model_without_weights(config: RunConfig, vocab_size: int) -> VisionLan
     )
     with torch.device("meta"):
         return build_model(bare, vocab_size=vocab_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunWithoutWeights:
+    """What makes examples of the samples of a run, as far as it can be built."""
+
+    config: RunConfig  # with `data.resize`
+    model: VisionLanguageModel | None  # without weights; None: it cannot be built
+    tokenizer: PreTrainedTokenizerBase | None  # None: there is no vocabulary
+    problems: tuple[str, ...] = ()  # why one of them is None
+
+
+def build_run_without_weights(config: RunConfig) -> RunWithoutWeights:
+    """Build tokenizer and model of a run to check its data; nothing is written into its folder."""
+    problems: list[str] = []
+    model = tokenizer = None
+    try:
+        with tempfile.TemporaryDirectory() as folder:  # of a vocabulary that is built from the training texts
+            tokenizer = build_tokenizer(msgspec.structs.replace(config, output=folder))
+    except (ValueError, OSError) as error:
+        problems.append(str(error))
+    try:
+        config = resolve_resize(config)
+        vocab_size = BERT_WORDPIECES if tokenizer is None else len(tokenizer)
+        model = build_model_without_weights(config, vocab_size)
+    except (ValueError, OSError) as error:
+        problems.append(str(error))
+    return RunWithoutWeights(config, model, tokenizer, tuple(problems))
 
 
 def build_detector(
