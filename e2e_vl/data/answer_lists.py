@@ -41,7 +41,9 @@ def read_answers(path: str | Path, sources: Collection[str] | None = None) -> li
             if [content[answer] for answer in answers] != list(range(len(answers))):
                 raise UserError(f"{path}: the classes of the {len(answers)} answers are not 0 to {len(answers) - 1}")
         else:
-            answers = [row.ans if isinstance(row, _SourcedAnswer) else row for row in content]
+            answers = []
+            for row in content:
+                answers.append(row if isinstance(row, str) else row.ans)
     if not answers:
         details = "" if sources is None else f" of {', '.join(sources)}"
         raise UserError(f"{path} has no answers{details}")

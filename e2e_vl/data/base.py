@@ -166,6 +166,13 @@ class JoinedSplit:
         """Splits of the same source share the images with the same ids."""
         return self.images, self.files
 
+    @property
+    def image_location(self) -> Hashable:
+        """Where the images lie; without images, only the features say where they come from."""
+        if self.images is None:
+            return self.files
+        return self.images
+
 
 def require_distinct_ids(images: Iterable[tuple[ImageKey, Hashable]], splits: Sequence[JoinedSplit]) -> None:
     """Raise a UserError if two images of joined splits have the same id in one file.
@@ -236,8 +243,7 @@ class RecordDataset(VLDataset):
         self.texts = records
         splits = splits or [JoinedSplit("", num_texts=len(records))]
         self._split_ends = list(itertools.accumulate(split.num_texts for split in splits))
-        # without images, only the features say where images come from
-        self._image_locations = [split.files if split.images is None else split.images for split in splits]
+        self._image_locations = [split.image_location for split in splits]
         images = ((splits[self.part_of(text)].source, record.image_names) for text, record in enumerate(records))
         self.groups = TextGroups.of_images(images)
         sources = {split.source for split in splits}

@@ -504,11 +504,11 @@ class CaptionDataset(VLDataset):
         if isinstance(self.source, CocoCaptions):
             file = self.source.image(group)
         image = SampleImage(name, file, size, objects=objects, boxes=self.source.boxes(group), part=part)
-        captions = tuple(
-            SampleText(text, self.source.caption(text), {"image_id": name}, image_index=self.image_index)
-            for text in texts
-        )
-        return Sample((image,), captions, pool=self, own_texts=self.groups[group], corpus=self.corpus)
+        captions = []
+        for text in texts:
+            caption = self.source.caption(text)
+            captions.append(SampleText(text, caption, {"image_id": name}, image_index=self.image_index))
+        return Sample((image,), tuple(captions), pool=self, own_texts=self.groups[group], corpus=self.corpus)
 
 
 def _parts(options: CaptionOptions, split: str) -> list[dict[str, str]]:
@@ -555,4 +555,7 @@ def _corpus(files: DataFiles, options: CaptionOptions, split: str) -> ConcatData
 
 
 def _index_folder(files: DataFiles, options: CaptionOptions) -> Path:
-    return files.root / "index" if options.cache is None else user_path(options.cache)
+    """Return the folder for the indices of large files."""
+    if options.cache is None:
+        return files.root / "index"
+    return user_path(options.cache)

@@ -69,13 +69,18 @@ class InstancesFile(Record):
     attributes: list[_NamedId] | None = field(default_factory=list)
 
     def root_category(self) -> _Category | None:
-        """Roboflow's first category, which stands for the project: the others are below it, and no box is of it."""
+        """Return Roboflow's first category, which stands for the project; None for files of other tools.
+
+        The other categories are below it, and no box is of it.
+        """
         if len(self.categories) < 2:
             return None
         root, *classes = self.categories
-        is_root = root.supercategory == "none" and all(category.supercategory == root.name for category in classes)
+        is_above_others = all(category.supercategory == root.name for category in classes)
         is_used = any(annotation.category_id == root.id for annotation in self.annotations)
-        return root if is_root and not is_used else None
+        if root.supercategory != "none" or not is_above_others or is_used:
+            return None
+        return root
 
 
 class CocoObject(Record, array_like=True):
@@ -126,36 +131,43 @@ class CocoInstances:
         require_unique((str(image.id) for image in content.images), f"{self.path}: image")
         require_unique((row.id for row in content.annotations), f"{self.path}: annotation")
         images = {str(row.id): CocoImage(row.id, row.file_name, row.width, row.height, []) for row in content.images}
-        empty = []
+        empty_ids = []
         corners: list[FourNumbers] = []
         sizes: list[tuple[int, int]] = []
         image_ids: list[Id] = []
         for row in content.annotations:
-            image, (x, y, width, height) = images.get(str(row.image_id)), row.bbox
+            x, y, width, height = row.bbox
             box = (x, y, x + width, y + height)
             if width <= 0 or height <= 0:
-                empty.append(row.id)
+                empty_ids.append(row.id)
                 continue
+            image = images.get(str(row.image_id))
             fault = None
             if image is None:
                 fault = f"the image_id {row.image_id!r}, which the file does not list"
             elif str(row.category_id) not in class_of:
                 fault = f"the category_id {row.category_id!r}, which the file does not list"
-            elif not attribute_of.keys() >= {*map(str, row.attribute_ids)}:
+            elif not attribute_of.keys() >= set(map(str, row.attribute_ids)):
                 fault = f"an attribute of {row.attribute_ids} that the file does not list"
             elif not has_part_inside(box, image.width, image.height):
                 fault = f"a box {[*row.bbox]} outside its image of {image.width} x {image.height} pixels"
             if fault is not None:
                 raise UserError(f"{self.path}: annotation {row.id} has {fault}; correct or remove it")
-            attributes = tuple(attribute_of[str(attribute)] for attribute in row.attribute_ids)
             corners.append(box)
             sizes.append((image.width, image.height))
             image_ids.append(image.id)
-            labels = class_of[str(row.category_id)], box, bool(row.iscrowd), attributes, row.area
-            image.objects.append(CocoObject(row.id, *labels))
-        self.empty_boxes = frozenset(map(str, empty))  # ids of the skipped annotations, as strings
-        if empty:
-            logger.warning("%s: skipped %d annotations with empty boxes: %s", self.path, len(empty), empty)
+            annotation = CocoObject(
+                id=row.id,
+                class_index=class_of[str(row.category_id)],
+                box=box,
+                is_crowd=bool(row.iscrowd),
+                attributes=tuple(attribute_of[str(attribute)] for attribute in row.attribute_ids),
+                area=row.area,
+            )
+            image.objects.append(annotation)
+        self.empty_boxes = frozenset(map(str, empty_ids))  # ids of the skipped annotations, as strings
+        if empty_ids:
+            logger.warning("%s: skipped %d annotations with empty boxes: %s", self.path, len(empty_ids), empty_ids)
         check_file_boxes(
             np.array(corners, dtype=np.float64).reshape(-1, 4),
             np.array(sizes, dtype=np.int64).reshape(-1, 2),
@@ -166,7 +178,7 @@ class CocoInstances:
         self._rows = RowIndex(images)
 
     def _names(self, rows: Sequence[_NamedId], what: str) -> tuple[list[Id], list[str]]:
-        """The ids, sorted with numbers before strings, and their names."""
+        """Return the ids, sorted with numbers before strings, and their names."""
         require_unique((str(row.id) for row in rows), f"{self.path}: {what}")
         require_unique((row.name for row in rows), f"{self.path}: {what}")
         rows = sorted(rows, key=lambda row: (isinstance(row.id, str), row.id))
@@ -176,10 +188,11 @@ class CocoInstances:
         return self._rows.row(image_id) is not None
 
     def __getitem__(self, image_id: Id) -> CocoImage:
-        """An image by its id; an integer id may be given as a string."""
+        """Return an image by its id; an integer id may be a string here."""
         return self.images[self._rows.row(image_id)]
 
     def require_images(self, image_ids: Iterable[Id]) -> None:
+        """Raise a UserError if the file lacks images."""
         missing = {image_id for image_id in image_ids if image_id not in self}
         if missing:
             raise UserError(
@@ -188,28 +201,31 @@ class CocoInstances:
             )
 
     def objects(self, image_id: Id) -> AnnotatedObjects:
-        """All annotated objects of an image, including crowds."""
+        """Return all annotated objects of an image, including crowds."""
         objects = self[image_id].objects
         attributes = None
         if self.attribute_names:
-            attributes = np.full((len(objects), max([len(one.attributes) for one in objects] + [1])), -1, np.int64)
-            for row, one in enumerate(objects):
-                attributes[row, : len(one.attributes)] = one.attributes
+            most_attributes = max((len(annotation.attributes) for annotation in objects), default=1)
+            attributes = np.full((len(objects), max(most_attributes, 1)), -1, np.int64)
+            for row, annotation in enumerate(objects):
+                attributes[row, : len(annotation.attributes)] = annotation.attributes
+        classes = [annotation.class_index for annotation in objects]
         return AnnotatedObjects(
-            boxes=np.array([one.box for one in objects], dtype=np.float64).reshape(-1, 4),
+            boxes=np.array([annotation.box for annotation in objects], dtype=np.float64).reshape(-1, 4),
             origin=f"{self.path}: image {image_id}",
-            classes=np.array([one.class_index for one in objects], dtype=np.int64),
-            is_crowd=np.array([one.is_crowd for one in objects], dtype=bool),
+            classes=np.array(classes, dtype=np.int64),
+            is_crowd=np.array([annotation.is_crowd for annotation in objects], dtype=bool),
             attributes=attributes,
-            ids=tuple(one.id for one in objects),
-            names=tuple(self.class_names[one.class_index] for one in objects),
+            ids=tuple(annotation.id for annotation in objects),
+            names=tuple(self.class_names[class_index] for class_index in classes),
         )
 
     def encoded(self, image_id: Id) -> np.ndarray:
-        """uint8 [bytes]: an image with its objects, for `tables.fingerprint`."""
+        """Return an image with its objects, uint8 [bytes], for `tables.fingerprint`."""
         return self.images.encoded_item(self._rows.row(image_id))
 
     def sample_image(self, image_id: Id, file: Path) -> SampleImage:
+        """Return an image with its objects as a part of a sample."""
         image = self[image_id]
         return SampleImage(str(image.id), file, (image.height, image.width), self.objects(image_id))
 
@@ -267,23 +283,26 @@ class CocoDetectionDataset(VLDataset):
     def __init__(self, files: DataFiles, options: NoOptions, split: str, needs: DataNeeds) -> None:
         self.instances = CocoInstances(files.path("instances", split=split))
         self.folder = files.path("images", split=split)
-        keep_all = files.settings.keep_empty_images or not needs.training
-        images = enumerate(self.instances.images)
-        self.groups = [[row] for row, image in images if keep_all or not all(one.is_crowd for one in image.objects)]
+        needs_objects = needs.training and not files.settings.keep_empty_images
+        self.groups = []
+        for row, image in enumerate(self.instances.images):
+            is_empty = all(annotation.is_crowd for annotation in image.objects)
+            if not (needs_objects and is_empty):
+                self.groups.append([row])
         if not self.groups:
             raise UserError(f"{self.instances.path}: no image for the split {split}, or none with objects to train on.")
         self.parts = [{}]
         self.class_names = self.instances.class_names
-        words = [category_id for category_id in self.instances.category_ids if isinstance(category_id, str)]
-        if words:
+        text_ids = [category_id for category_id in self.instances.category_ids if isinstance(category_id, str)]
+        if text_ids:
             raise UserError(
-                f"{self.instances.path}: the category id {words[0]!r} is not an integer of 64 bits, as results in "
+                f"{self.instances.path}: the category id {text_ids[0]!r} is not an integer of 64 bits, as results in "
                 "COCO's format need; number the categories"
             )
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: NoOptions, split: str) -> Iterable[str]:
-        """The category names, since images have no texts to build a vocabulary from."""
+        """Return the category names, since images have no texts to build a vocabulary from."""
         return CocoInstances(files.path("instances", split=split)).class_names
 
     def image_locations(self) -> Iterable[tuple[Path, str]]:
@@ -293,11 +312,13 @@ class CocoDetectionDataset(VLDataset):
         yield self.instances.images.encoded
 
     def check_classes(self, num_classes: int, detector_names: Sequence[str] | None = None) -> None:
-        """As in `VLDataset`, but additional detector classes are not allowed either: they would have no category."""
-        super().check_classes(num_classes, detector_names if len(self.class_names) == num_classes else None)
+        """Check the classes as in `VLDataset`, but refuse more detector classes, which would have no category."""
+        if len(self.class_names) != num_classes:
+            detector_names = None
+        super().check_classes(num_classes, detector_names)
 
     def __len__(self) -> int:
-        """Number of images in the file, and so of texts."""
+        """Return the number of images in the file, and so of texts."""
         return len(self.instances.images)
 
     def truths(self) -> Iterable[CategorisedObjects]:

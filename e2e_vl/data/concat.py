@@ -199,9 +199,9 @@ class JoinedDataset(VLDataset):
         member, _ = self._find(texts[0])
         sample = member.dataset.sample([self._find(text)[1] for text in texts])
         images = [self._convert_image(image, member) for image in sample.images]
-        sample_texts = [
-            self._convert_text(text, index, member) for text, index in zip(sample.texts, texts, strict=True)
-        ]
+        sample_texts = []
+        for text, index in zip(sample.texts, texts, strict=True):
+            sample_texts.append(self._convert_text(text, index, member))
         groups = [self.groups.group_of(texts[0])]
         if len(sample.images) == 1:
             groups = self._groups_of_image.get((member.images, sample.images[0].id), groups)

@@ -214,13 +214,18 @@ class StoredBoxes(BoxReader):
             rows = select_regions(regions.scores, self.selection).numpy()
         else:
             rows = slice(self.limit if self.with_features else None)
+        features = None
+        image_feature = None
+        if self.with_features:
+            features = regions.features[rows]
+            image_feature = regions.image_feature
         columns = (regions.classes, regions.scores, regions.attributes, regions.attribute_scores)
         return CandidateBoxes(
             regions.boxes[rows],
             f"{store.path}: image {image_id}",
             image_size=regions.image_size,
-            features=regions.features[rows] if self.with_features else None,
-            image_feature=regions.image_feature if self.with_features else None,
+            features=features,
+            image_feature=image_feature,
             **{name: values[rows] for name, values in zip(DETECTED, columns, strict=True) if values is not None},
         )
 
@@ -246,10 +251,9 @@ def open_boxes_of(dataset: VLDataset, settings: DataSettings, boxes: BoxSource) 
     files = [data_files.path(key, **values) for values in dataset.parts]
     with_features = boxes is BoxSource.PRECOMPUTED
     limit = settings.boxes.max_precomputed if with_features else None
-    readers = {
-        file: open_boxes([file], settings.boxes.selection, with_features=with_features, limit=limit)
-        for file in dict.fromkeys(files)
-    }
+    readers = {}
+    for file in dict.fromkeys(files):
+        readers[file] = open_boxes([file], settings.boxes.selection, with_features=with_features, limit=limit)
     if any(isinstance(reader, DetectedBoxes) for reader in readers.values()):
         sizes = _some_image_sizes(dataset)
         for file, reader in readers.items():

@@ -87,7 +87,8 @@ class ImageIdLookup:
         if aliases:
             ids = itertools.chain.from_iterable(self.in_namespace(*alias) for alias in aliases)
             return tuple(dict.fromkeys(ids))
-        return (GlobalImageId("file", image_id if file is None else str(file.absolute())),)
+        name = image_id if file is None else str(file.absolute())
+        return (GlobalImageId("file", name),)
 
     def in_namespace(self, namespace: str, name: str) -> tuple[GlobalImageId, ...]:
         """Return all global ids of the image that has a name in a namespace."""

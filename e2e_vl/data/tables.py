@@ -143,8 +143,10 @@ def fingerprint(contents: Iterable[np.ndarray | list[Any] | dict[str, Any] | Non
     encode = msgspec.msgpack.Encoder(order="deterministic").encode
     digest = hashlib.blake2b(digest_size=16)
     for value in contents:
-        content = np.ascontiguousarray(value).data if isinstance(value, np.ndarray) else encode(value)
-        digest.update(content)
+        if isinstance(value, np.ndarray):
+            digest.update(np.ascontiguousarray(value).data)
+        else:
+            digest.update(encode(value))
     return digest.hexdigest()
 
 
@@ -357,7 +359,7 @@ class TextLines(Sequence):
         return len(self._starts)
 
     def __getitem__(self, number: int) -> str:
-        """One line, stripped of whitespace."""
+        """Read a line, stripped of whitespace."""
         with self.path.open("rb") as file:
             file.seek(int(self._starts[range(len(self))[number]]))
             return decode_text(file.readline(), f"{self.path}, line {number + 1}").strip()
@@ -425,10 +427,10 @@ def _list_members(archive: Path) -> np.ndarray:
     for member in members:
         if checksums.setdefault(member.filename, member.CRC) != member.CRC:
             raise UserError(f"{archive}: two different members have the name {member.filename}; remove one of them")
-    rows = [
-        (hash_name(member.filename), member.header_offset, member.compress_size, member.compress_type, member.CRC)
-        for member in members
-    ]
+    rows = []
+    for member in members:
+        name_hash = hash_name(member.filename)
+        rows.append((name_hash, member.header_offset, member.compress_size, member.compress_type, member.CRC))
     return np.array(sorted(rows), dtype=np.int64).T.copy()
 
 

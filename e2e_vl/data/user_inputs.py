@@ -209,7 +209,9 @@ def read_boxes(words: Sequence[str], source: str = "--boxes") -> AnnotatedObject
             raise UserError(f"{source}: {error}; write every box as x1,y1,x2,y2 or as class:x1,y1,x2,y2.") from error
         names.append(name)
     corners = validate_boxes(boxes, source)
-    return AnnotatedObjects(corners, source, names=tuple(names) if any(names) else None)
+    if not any(names):
+        return AnnotatedObjects(corners, source)
+    return AnnotatedObjects(corners, source, names=tuple(names))
 
 
 def _read_file(path: Path) -> AnnotatedObjects:
@@ -245,8 +247,13 @@ def _boxes_in(content: _BoxesFile, path: Path) -> list[list[float]]:
         raise UserError(f"{path}: there are no `boxes`, a list of [x1, y1, x2, y2]; add them, or give another file.")
     if rows and all(isinstance(row, float) for row in rows):
         return [rows]  # the four numbers of one box
-    boxes = [row.box if isinstance(row, _SavedRegion) else row for row in rows]
-    return [box[:4] if isinstance(box, list) else [box] for box in boxes]
+    boxes = []
+    for row in rows:
+        box = row.box if isinstance(row, _SavedRegion) else row
+        if not isinstance(box, list):  # a number, which is no box
+            box = [box]
+        boxes.append(box[:4])
+    return boxes
 
 
 def validate_boxes(boxes: Sequence[Sequence[float]], where: str) -> np.ndarray:

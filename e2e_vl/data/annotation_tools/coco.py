@@ -68,8 +68,10 @@ def read_coco(path: Path, source: Path, remarks: Remarks) -> Iterator[Annotation
     images = {str(image.id): image for image in content.images}
     labels = {str(category.id): str(category.name) for category in content.categories}
     for number, row in enumerate(content.annotations, start=1):
-        id_ = number if row.id is None else str(row.id)
-        where = f"annotation {id_}" if source.is_file() else f"{file_name}, annotation {id_}"
+        annotation_id = number if row.id is None else str(row.id)
+        where = f"annotation {annotation_id}"
+        if not source.is_file():
+            where = f"{file_name}, {where}"
         image = images.get(str(row.image_id))
         label = labels.get(str(row.category_id))
         if image is None or label is None:
@@ -96,7 +98,7 @@ def read_coco(path: Path, source: Path, remarks: Remarks) -> Iterator[Annotation
             image.file_name,
             label,
             corners,
-            id=id_,
+            id=annotation_id,
             image_size=image.size,
             text=_expression(attributes, where, remarks),
             folder_split=split_of_path(file_name) or split_of_folders(image.file_name),

@@ -42,6 +42,7 @@ def read_labelme(path: Path, source: Path, remarks: Remarks) -> Iterator[Annotat
     content = read_json(path, _LabelMe)
     name = relative_name(path, source)
     stem = name.rpartition(".")[0]  # of the image, unless it was renamed
+    image = beside(name, content.image_path) if content.image_path else stem
     size = None  # a file of another tool may not state it
     if content.image_width and content.image_height:
         size = (round(content.image_width), round(content.image_height))
@@ -65,7 +66,7 @@ def read_labelme(path: Path, source: Path, remarks: Remarks) -> Iterator[Annotat
             points = np.stack([centre - radius, centre + radius])
         yield Annotation(
             where,
-            beside(name, content.image_path) if content.image_path else stem,
+            image,
             str(shape.label),
             enclosing_corners(points),
             id=number,

@@ -98,7 +98,9 @@ def split_name(word: str) -> str:
     """Return the split that a column names: "Valid" and "validation" are val; other names stay as they are."""
     word = word.strip()
     name = SPLITS.get(word.casefold(), word.casefold())
-    return name if name in ("train", "val", "test") else word
+    if name in ("train", "val", "test"):
+        return name
+    return word
 
 
 def split_of_path(path: str) -> str:

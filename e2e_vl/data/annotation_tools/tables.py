@@ -40,7 +40,9 @@ NAMES = {  # column -> its names, in small letters and without spaces, dots, das
     "image_height": "imageheight imgheight",
     "rotation": "rotation angle theta",
 }
-_COLUMN_OF = {name: column for column, names in NAMES.items() for name in names.split()}
+_COLUMN_OF: dict[str, str] = {}
+for _column, _names in NAMES.items():
+    _COLUMN_OF |= dict.fromkeys(_names.split(), _column)
 _MISSING = ("", "nan", "none", "null")  # how pandas and spreadsheets write an empty cell
 _DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
 _IMAGE_AND_BOX = "image, label, x, y, width and height (or xmin, ymin, xmax and ymax)"
@@ -252,7 +254,8 @@ def _image_size(cells: Mapping[str, str], corners: FourNumbers | None) -> tuple[
     if corners is None or not cells.keys() >= {"x2", "y2", "width", "height"}:
         return None
     x1, y1, x2, y2 = corners
-    width, height = _number(cells, "width"), _number(cells, "height")
+    width = _number(cells, "width")
+    height = _number(cells, "height")
     if abs(x2 - x1 - width) <= 1 and abs(y2 - y1 - height) <= 1:
         return None
     return round(width), round(height)

@@ -25,7 +25,8 @@ def read_voc(path: Path, root: ElementTree.Element, source: Path, remarks: Remar
     """
     name = relative_name(path, source)
     stem = name.rpartition(".")[0]
-    image = (root.findtext("filename") or "").strip()
+    image_name = (root.findtext("filename") or "").strip()
+    image = beside(name, image_name) if image_name else stem
     size = _read_size(root)
     is_official = "VOC" in (root.findtext("source/database") or "")
     for number, element in enumerate(root.findall("object"), start=1):
@@ -41,7 +42,7 @@ def read_voc(path: Path, root: ElementTree.Element, source: Path, remarks: Remar
             y1 -= 1
         yield Annotation(
             where,
-            beside(name, image) if image else stem,
+            image,
             label,
             (x1, y1, x2, y2),
             id=number,

@@ -126,12 +126,12 @@ def read_yolo(
 
 
 def _looks_like_a_label(words: list[str]) -> bool:
-    """Whether words are a class and numbers, right or not."""
+    """Return whether words are a class and numbers, right or not."""
     return len(words) > 2 and all(map(_is_number, words[1:5]))
 
 
 def _is_of_dota(words: list[str]) -> bool:
-    """Whether words are four corners, a class name and maybe a difficulty."""
+    """Return whether words are four corners, a class name and maybe a difficulty."""
     return len(words) in (9, 10) and all(map(_is_number, words[:8])) and not _is_number(words[8])
 
 
