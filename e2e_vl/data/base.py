@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+from typing_extensions import override
 
 from detector.errors import UserError, user_path
 from e2e_vl.config import BoxSource, DataSettings
@@ -260,24 +261,30 @@ class RecordDataset(VLDataset):
     def __getitem__(self, text: int) -> str:
         return self.texts[text].words
 
+    @override
     def image_ids(self) -> Iterable[str]:
         return (key.id for key in self.image_keys())
 
+    @override
     def image_keys(self) -> Iterable[ImageKey]:
         for texts in self.groups:
             part = self.part_of(texts[0])
             for name in self.texts[texts[0]].image_names:
                 yield ImageKey(part, name)
 
+    @override
     def image_locations(self) -> Iterable[tuple[Hashable, str]]:
         return ((self._image_locations[key.part], key.id) for key in self.image_keys())
 
+    @override
     def contents(self) -> Iterable[np.ndarray]:
         yield self.texts.encoded
 
+    @override
     def truths(self) -> Iterable[Any]:
         return (record.truth for record in self.texts)
 
+    @override
     def sample(self, texts: Sequence[int]) -> Sample:
         group = self.groups[self.groups.group_of(texts[0])]
         first = group[0]  # several joined splits may have texts about the image: it belongs to the first of them

@@ -29,6 +29,7 @@ import msgspec
 import numpy as np
 from torch.utils.data import ConcatDataset
 from tqdm.auto import tqdm
+from typing_extensions import override
 
 from detector.errors import MissingFileError, UserError, reading, user_path
 from detector.io import decode_json, decode_text, read_json
@@ -172,22 +173,28 @@ class CocoCaptions(CaptionSource):
         self._captions = SerializedList(itertools.chain.from_iterable(captions), str)
         self.groups = TextGroups.consecutive([len(captions[number]) for number in captioned])
 
+    @override
     def caption(self, text: int) -> str:
         return self._captions[text]
 
+    @override
     def name(self, group: int) -> str:
         return self._images[group].name
 
+    @override
     def part(self, group: int) -> int:
         return self._images[group].part
 
+    @override
     def contents(self) -> Iterable[np.ndarray]:
         return self._images.encoded, self._captions.encoded
 
+    @override
     def image(self, group: int) -> Path:
         image = self._images[group]
         return self._folders[image.part] / image.file_name
 
+    @override
     def image_size(self, group: int) -> tuple[int, int] | None:
         return self._images[group].size
 
@@ -243,18 +250,22 @@ class VLBertCaptions(CaptionSource):
         self.groups = TextGroups.consecutive(np.ones(len(self.lines), dtype=np.int64))
         self._record(0)  # fail early if the file has another format
 
+    @override
     def caption(self, text: int) -> str:
         caption = self._record(text).caption
         if isinstance(caption, str):
             return caption
         return " ".join(caption)
 
+    @override
     def name(self, group: int) -> str:
         return self._record(group).image
 
+    @override
     def contents(self) -> Iterable[np.ndarray]:
         return (self.lines.offsets,)
 
+    @override
     def image(self, group: int) -> Path | ImageBytes:
         name = self._record(group).image
         location = self._archives.find(name)
@@ -263,6 +274,7 @@ class VLBertCaptions(CaptionSource):
         archive, member = location
         return ImageBytes(self._archives.read(name), f"{archive}: {member}")
 
+    @override
     def boxes(self, group: int) -> CandidateBoxes | None:
         if not self.with_boxes:
             return None
@@ -362,10 +374,12 @@ class ShardCaptions(CaptionSource):
         skipped.log()
         return np.array(rows, dtype=np.int64)
 
+    @override
     def caption(self, text: int) -> str:
         with self._member(text, 2) as (name, content):
             return decode_text(content.read(), f"{self.shards[self._index[text, 0]]}: {name}").strip()
 
+    @override
     def name(self, group: int) -> str:
         with self._member(group, 1) as (name, _):
             folder, slash, file = name.rpartition("/")
@@ -383,9 +397,11 @@ class ShardCaptions(CaptionSource):
                 "name of its own, as img2dataset does"
             )
 
+    @override
     def contents(self) -> Iterable[np.ndarray]:
         return (self._index,)
 
+    @override
     def image(self, group: int) -> ImageBytes:
         with self._member(group, 1) as (name, content):
             return ImageBytes(content.read(), f"{self.shards[self._index[group, 0]]}: {name}")
@@ -437,6 +453,7 @@ class CaptionDataset(VLDataset):
             self.class_names = self.instances[0].class_names
 
     @classmethod
+    @override
     def texts_of(cls, files: DataFiles, options: CaptionOptions, split: str) -> Iterable[str]:
         """Yield all captions of a split and all lines of the corpus."""
         source = _source(files, options, split, BoxSource.ONLINE)
@@ -450,21 +467,25 @@ class CaptionDataset(VLDataset):
         """Return a caption; captions of other images may be sampled."""
         return self.source.caption(text)
 
+    @override
     def image_ids(self) -> Iterable[str]:
         """Yield the ids of the images of COCO captions; reading millions of names of other images would be slow."""
         return (key.id for key in self.image_keys())
 
+    @override
     def image_keys(self) -> Iterable[ImageKey]:
         if not isinstance(self.source, CocoCaptions):
             return ()
         return (ImageKey(self.source.part(group), self.source.name(group)) for group in range(len(self.groups)))
 
+    @override
     def image_locations(self) -> Iterable[tuple[Path, str]]:
         if not isinstance(self.source, CocoCaptions):
             return ()
         images = map(self.source.image, range(len(self.groups)))
         return ((image.parent, image.name) for image in images)
 
+    @override
     def contents(self) -> Iterable[np.ndarray]:
         yield from self.source.contents()
         if self.corpus is not None:
@@ -488,6 +509,7 @@ class CaptionDataset(VLDataset):
                     "split in data.files.metadata, with {split} in its name, or give the images different names"
                 )
 
+    @override
     def sample(self, texts: Sequence[int]) -> Sample:
         group = self.groups.group_of(texts[0])
         name = self.source.name(group)

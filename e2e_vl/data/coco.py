@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from msgspec import Meta, field
+from typing_extensions import override
 
 from detector.errors import UserError, user_path
 from detector.io import read_json
@@ -301,16 +302,20 @@ class CocoDetectionDataset(VLDataset):
             )
 
     @classmethod
+    @override
     def texts_of(cls, files: DataFiles, options: NoOptions, split: str) -> Iterable[str]:
         """Return the category names, since images have no texts to build a vocabulary from."""
         return CocoInstances(files.path("instances", split=split)).class_names
 
+    @override
     def image_locations(self) -> Iterable[tuple[Path, str]]:
         return ((self.folder, image.file_name) for image in self.instances.images)
 
+    @override
     def contents(self) -> Iterable[np.ndarray]:
         yield self.instances.images.encoded
 
+    @override
     def check_classes(self, num_classes: int, detector_names: Sequence[str] | None = None) -> None:
         """Check the classes as in `VLDataset`, but refuse more detector classes, which would have no category."""
         if len(self.class_names) != num_classes:
@@ -321,9 +326,11 @@ class CocoDetectionDataset(VLDataset):
         """Return the number of images in the file, and so of texts."""
         return len(self.instances.images)
 
+    @override
     def truths(self) -> Iterable[CategorisedObjects]:
         return map(self._truth, self.instances.images)
 
+    @override
     def sample(self, texts: Sequence[int]) -> Sample:
         image = self.instances.images[texts[0]]
         text = SampleText(texts[0], "", {"image_id": image.id}, self._truth(image))

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from torch.utils.data import ConcatDataset
+from typing_extensions import override
 
 from detector.errors import UserError
 from e2e_vl.config import BoxSource
@@ -132,12 +133,14 @@ class JoinedDataset(VLDataset):
             yield name, part, part_files, part_options
 
     @classmethod
+    @override
     def texts_of(cls, files: DataFiles, options: JoinedOptions, split: str) -> Iterable[str]:
         """Yield all texts of all parts, including those about images that are left out."""
         for _, part, part_files, part_options in cls._parts_of(files, options, split):
             yield from DATASETS[part.name].cls.texts_of(part_files, part_options, part.splits[split])
 
     @classmethod
+    @override
     def class_names_of(cls, options: JoinedOptions) -> Sequence[str] | None:
         """Return the classes of the first part whose texts refer to boxes by class."""
         for kind, part_options in cls._kinds_of(options):
@@ -147,10 +150,12 @@ class JoinedDataset(VLDataset):
         return None
 
     @classmethod
+    @override
     def accepts_answer(cls, options: JoinedOptions) -> bool:
         return any(kind.accepts_answer(part_options) for kind, part_options in cls._kinds_of(options))
 
     @classmethod
+    @override
     def select_candidates(cls, sample: Sample, options: JoinedOptions) -> Sample:
         """Keep the candidates that the first part whose texts refer to boxes by class would keep."""
         for kind, part_options in cls._kinds_of(options):
@@ -173,6 +178,7 @@ class JoinedDataset(VLDataset):
             return member.dataset[member_text]
         return member.dataset.sample([member_text]).texts[0].words
 
+    @override
     def image_locations(self) -> Iterable[tuple[Hashable, str]]:
         for member in self.members:
             images = list(member.dataset.image_locations())
@@ -182,6 +188,7 @@ class JoinedDataset(VLDataset):
             for location, name in images:
                 yield (type(member.dataset), location), name
 
+    @override
     def contents(self) -> Iterable[np.ndarray | list[Any] | dict[str, Any] | None]:
         for member in self.members:
             yield member.texts
@@ -189,11 +196,13 @@ class JoinedDataset(VLDataset):
             if member.box_reader is not None:
                 yield from member.box_reader.contents()
 
+    @override
     def truths(self) -> Iterable[Any]:
         for member in self.members:
             is_used = np.isin(np.arange(len(member.dataset)), member.texts)
             yield from itertools.compress(member.dataset.truths(), is_used)
 
+    @override
     def sample(self, texts: Sequence[int]) -> Sample:
         """Return some texts about one image, whose id is prefixed with the name of its image set."""
         member, _ = self._find(texts[0])

@@ -33,6 +33,7 @@ from urllib.parse import unquote
 import msgspec
 import numpy as np
 from tqdm.auto import tqdm
+from typing_extensions import override
 
 from detector.errors import MissingFileError, UserError, reading, user_path
 from detector.io import atomic_file, read_json, write_json
@@ -234,6 +235,7 @@ class NpzStore(FeatureStore):
         stamp = path / STAMP_NAME
         self.stamp = read_json(stamp, dict[str, Any]) if stamp.is_file() else None
 
+    @override
     def read(self, image_id: str) -> RegionFeatures:
         return load_npz(self.path / self.rows[image_id])
 
@@ -315,6 +317,7 @@ class TsvStore(FeatureStore):
                 f"are {names}."
             )
 
+    @override
     def read(self, image_id: str) -> RegionFeatures:
         with self.path.open("rb") as file:
             file.seek(self.rows[image_id])
@@ -409,6 +412,7 @@ class Hdf5Store(FeatureStore):
                 "write it again"
             )
 
+    @override
     def read(self, image_id: str) -> RegionFeatures:
         file = _open(import_optional("h5py").File, self.path)
         row = self.rows[image_id]
@@ -452,6 +456,7 @@ class LmdbStore(FeatureStore):
             )
         self.stamp = None if stamp is None else json.loads(stamp)
 
+    @override
     def read(self, image_id: str) -> RegionFeatures:
         with _open(_lmdb_environment, self._file).begin() as transaction:
             content = transaction.get(self.rows[image_id])

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from detector.boxes import check_boxes, select_regions
 from detector.config import SelectionRule
@@ -85,9 +86,11 @@ class BoxesOfParts(BoxReader):
         files = itertools.chain.from_iterable(reader.files for reader in readers)
         self.files = list(dict.fromkeys(files))
 
+    @override
     def of_part(self, part: int) -> BoxReader:
         return self.readers[part]
 
+    @override
     def contents(self) -> Iterable[np.ndarray | list[str] | dict[str, Any] | None]:
         for reader in dict.fromkeys(self.readers):
             yield from reader.contents()
@@ -95,6 +98,7 @@ class BoxesOfParts(BoxReader):
     def __contains__(self, image_id: str) -> bool:
         return any(image_id in reader for reader in self.readers)
 
+    @override
     def read(self, image_id: str) -> CandidateBoxes:
         """Read the boxes of an image whose id only one of the splits uses."""
         readers = [reader for reader in dict.fromkeys(self.readers) if image_id in reader]
@@ -148,6 +152,7 @@ class DetectedBoxes(BoxReader):
             for image_id, (boxes, scores) in read_detections(path).items():
                 self._detections.setdefault(image_id, (path, boxes, scores))
 
+    @override
     def contents(self) -> Iterable[np.ndarray | list[str]]:
         yield list(self._detections)
         for _, boxes, scores in self._detections.values():
@@ -157,6 +162,7 @@ class DetectedBoxes(BoxReader):
     def __contains__(self, image_id: str) -> bool:
         return image_id in self._detections
 
+    @override
     def read(self, image_id: str) -> CandidateBoxes:
         self.require_images([ImageKey(0, image_id)], "data")
         path, boxes, scores = self._detections[image_id]
@@ -197,6 +203,7 @@ class StoredBoxes(BoxReader):
     def __post_init__(self) -> None:
         self.files = [store.path for store in self.stores]
 
+    @override
     def contents(self) -> Iterable[dict[str, Any] | None]:
         """Yield how the features were extracted; reading all of them would take long."""
         return (store.stamp for store in self.stores)
@@ -204,6 +211,7 @@ class StoredBoxes(BoxReader):
     def __contains__(self, image_id: str) -> bool:
         return any(image_id in store for store in self.stores)
 
+    @override
     def read(self, image_id: str) -> CandidateBoxes:
         store = next((store for store in self.stores if image_id in store), self.stores[0])
         regions = store[image_id]
