@@ -44,7 +44,13 @@ class ModelWeights:
 
     @classmethod
     def of_model(cls, model: VisionLanguageModel, task_name: str) -> ModelWeights:
-        return cls(*(dict(part.state_dict()) for part in (model.detector, model.encoder, model.task)), task_name)
+        """Return the weights of a model that is trained for a task."""
+        return cls(
+            dict(model.detector.state_dict()),
+            dict(model.encoder.state_dict()),
+            dict(model.task.state_dict()),
+            task_name,
+        )
 
 
 class WeightAdapter(abc.ABC):
@@ -66,15 +72,17 @@ class WeightAdapter(abc.ABC):
 
     @abc.abstractmethod
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
-        """A state dict -> float32 weights with our names; `source` is for error messages."""
+        """Convert a state dict to float32 weights with our names; `source` is for error messages."""
 
     def adapt(self, tensors: dict[str, Tensor], encoder: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
         """Adapt converted weights to the encoder's config; return them and what was copied ("from -> to")."""
         return tensors, []
 
     def export(self, model: VisionLanguageModel, task_name: str, path: Path) -> list[str]:
-        """Write a model in this format, if the adapter has a `suffix`. Returns names (`detector.`, `encoder.`, `task.`)
-        that the format does not have and that were left out.
+        """Write a model in this format, if the adapter has a `suffix`.
+
+        Returns:
+            Names (`detector.`, `encoder.`, `task.`) that the format does not have and that were left out.
         """
         raise NotImplementedError
 
@@ -88,6 +96,7 @@ def replace_module(name: str, names: Names) -> str | None:
 
 
 def invert(names: Names) -> dict[str, str]:
+    """Return {ours: theirs} for {theirs: ours}; of two that are equal the last one counts."""
     return {new: old for old, new in names.items()}
 
 
@@ -95,29 +104,34 @@ def split_weights(
     tensors: Mapping[str, Tensor], encoder: Names, head: Names, source: str | Path, unused: Sequence[str] = ()
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Split a state dict into encoder and head, with our names and in float32; `unused` modules are ignored."""
-    found: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+    encoder_weights: dict[str, Tensor] = {}
+    head_weights: dict[str, Tensor] = {}
     for name, value in tensors.items():
-        for part, names in zip(found, (encoder, head), strict=True):
-            if (ours := replace_module(name, names)) is not None:
-                part[ours] = value.float() if value.is_floating_point() else value
-                break
-        else:
-            if not name.endswith(TIED_DECODER) and replace_module(name, dict.fromkeys(unused, "")) is None:
-                raise UserError(f"{source}: unexpected parameter {name} for this architecture and head.")
-    words = found[0].get(WORD_EMBEDDINGS)
+        float_value = value.float() if value.is_floating_point() else value
+        encoder_name = replace_module(name, encoder)
+        head_name = replace_module(name, head)
+        if encoder_name is not None:
+            encoder_weights[encoder_name] = float_value
+        elif head_name is not None:
+            head_weights[head_name] = float_value
+        elif not name.endswith(TIED_DECODER) and replace_module(name, dict.fromkeys(unused, "")) is None:
+            raise UserError(f"{source}: unexpected parameter {name} for this architecture and head.")
+    words = encoder_weights.get(WORD_EMBEDDINGS)
     for name, value in tensors.items():
         if name.endswith(TIED_DECODER) and (words is None or not torch.equal(value.float(), words)):
             raise UserError(f"{source}: {name} differs from the word embeddings, to which it must be tied.")
-    return found
+    return encoder_weights, head_weights
 
 
 def rename_head(task: Mapping[str, Tensor], names: Names) -> tuple[dict[str, Tensor], list[str]]:
     """Rename a head to another project's names; also returns the names of heads that only this project has."""
     ours_to_theirs = invert(names)
     modules = {ours.split(".")[0] for ours in ours_to_theirs}
-    renamed, left_out = {}, []
+    renamed = {}
+    left_out = []
     for name, value in task.items():
-        if (theirs := replace_module(name, ours_to_theirs)) is not None:
+        theirs = replace_module(name, ours_to_theirs)
+        if theirs is not None:
             renamed[theirs] = value
         elif name.split(".")[0] not in modules:
             left_out.append(f"task.{name}")
@@ -126,14 +140,17 @@ def rename_head(task: Mapping[str, Tensor], names: Names) -> tuple[dict[str, Ten
     return renamed, left_out
 
 
-def check_settings(own: Mapping[str, Any], needed: Mapping[str, Any], path: Path) -> None:
+def check_settings(settings: Mapping[str, Any], required: Mapping[str, Any], path: Path) -> None:
     """Raise a UserError if a setting differs from the other project's, which would then compute something else."""
-    for key, value in needed.items():
-        if own[key] != value:
-            raise UserError(f"{path}: the format requires {key} = {value}, but this model was trained with {own[key]}.")
+    for key, value in required.items():
+        if settings[key] != value:
+            raise UserError(
+                f"{path}: the format requires {key} = {value}, but this model was trained with {settings[key]}."
+            )
 
 
 def check_task(task_name: str | None, choices: Sequence[str], model: str) -> None:
+    """Raise a UserError if the other project has no model for a task; `model` is its name."""
     if task_name not in choices:
         raise UserError(f"There is no official {model} for the task '{task_name}', only for {', '.join(choices)}.")
 
@@ -147,10 +164,10 @@ def save_as_transformers(state: Mapping[str, Tensor], config: PreTrainedConfig, 
 
 
 def shared_fields(config: PreTrainedConfig, other: type[PreTrainedConfig], *omitted: str) -> dict[str, Any]:
-    """The values of the fields that both config classes have."""
-    own = config.to_dict()
-    names = {field.name for field in dataclasses.fields(other)} & own.keys()
-    return {name: own[name] for name in names - {"architectures", "model_type", *omitted}}
+    """Return the values of the fields that both config classes have."""
+    values = config.to_dict()
+    names = {field.name for field in dataclasses.fields(other)} & values.keys()
+    return {name: values[name] for name in names - {"architectures", "model_type", *omitted}}
 
 
 # BERT checkpoints of transformers, with old and new names
@@ -190,9 +207,10 @@ class BertStart(WeightAdapter):
         return any(name.removeprefix("bert.") == "embeddings.token_type_embeddings.weight" for name in tensors)
 
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
-        new = {
-            re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name)).removeprefix("bert."): value
-            for name, value in tensors.items()
-        }
-        encoder, head = split_weights(new, self.names, self.head_names, source, self.unused)
+        renamed = {}
+        for name, value in tensors.items():
+            name = re.sub(r"\.beta$", ".bias", name)  # of old versions
+            name = re.sub(r"\.gamma$", ".weight", name)
+            renamed[name.removeprefix("bert.")] = value
+        encoder, head = split_weights(renamed, self.names, self.head_names, source, self.unused)
         return ModelWeights({}, encoder, head, transferable=self.transferable)

@@ -44,7 +44,11 @@ class InitRules:
     adapters: Sequence[WeightAdapter] = ()  # of the run's encoder
 
     def collect(self, attribute: str) -> tuple[str, ...]:
-        return tuple(value for adapter in self.adapters for value in getattr(adapter, attribute))
+        """Return the values of an attribute of all adapters, such as `optional`."""
+        values: list[str] = []
+        for adapter in self.adapters:
+            values += getattr(adapter, attribute)
+        return tuple(values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +64,7 @@ class CheckpointPart:
 
     @property
     def layout(self) -> str:
+        """The name of the format in reports."""
         return "this project" if self.adapter is None else self.adapter.layout
 
 
@@ -72,14 +77,17 @@ def read_checkpoint_part(path: str | Path, part: Literal["encoder", "task"], rul
         tensors = strip_wrappers(tensors)
     for adapter in rules.adapters:
         if adapter.recognises(tensors):
-            found = adapter.convert(tensors, file)
-            task_name = rules.task_name if rules.task_name in found.compatible_tasks else found.task_name
+            weights = adapter.convert(tensors, file)
+            task_name = weights.task_name
+            if rules.task_name in weights.compatible_tasks:
+                task_name = rules.task_name
             return CheckpointPart(
-                file, getattr(found, part), adapter, task_name, found.transferable, found.move_background_last
+                file, getattr(weights, part), adapter, task_name, weights.transferable, weights.move_background_last
             )
     task_settings = settings.get("task") or {}
     name = task_settings.get("name")
-    task_part, move_background_last = TASKS.get(name or rules.task_name), None
+    task_part = TASKS.get(name or rules.task_name)
+    move_background_last = None
     if part == "task" and task_settings and hasattr(getattr(task_part, "config_class", None), "has_background_last"):
         config = decode(task_settings.get("config", {}), task_part.config_class, "task.config")
         move_background_last = config.has_background_last
@@ -96,21 +104,30 @@ def load_encoder(encoder: nn.Module, path: str | Path, rules: InitRules) -> Load
     """
     source = read_checkpoint_part(path, "encoder", rules)
     _check_config(source.path, encoder, rules.collect("checked_fields"))
-    tensors, allow_missing, copied = source.tensors, [], []
+    tensors = source.tensors
+    allow_missing = []
+    copied = []
     if source.adapter is not None:
         tensors, copied = source.adapter.adapt(tensors, encoder)
         allow_missing = [name for name in encoder.state_dict() if not name.startswith(tuple(source.adapter.required))]
-    optional, pretraining_only = rules.collect("optional"), rules.collect("pretraining_only")
+    optional = rules.collect("optional")
+    pretraining_only = rules.collect("pretraining_only")
     if source.task_name not in (None, rules.task_name):
         allow_missing += optional if source.transferable else (*optional, *pretraining_only)
         if source.transferable and TASKS[rules.task_name].cls.copies_first_segment:
             for name in tensors.keys() & rules.collect("segment_tables"):
-                tensors = {**tensors, name: tensors[name][[0, 0, *range(2, len(tensors[name]))]]}
+                rows = [0, 0, *range(2, len(tensors[name]))]
+                tensors = {**tensors, name: tensors[name][rows]}
                 copied.append(f"{name} row 0 -> row 1")
-    allow_unexpected = () if source.adapter is None and source.task_name is None else (*optional, *pretraining_only)
-    zero = [name for name, module in encoder.named_modules() if getattr(module, "starts_at_zero", False)]
-    zero = [part for part in zero if not any(name.startswith(f"{part}.") for name in tensors)]
-    allow_missing = [*allow_missing, *(f"{part}." for part in zero)]
+    is_encoder_alone = source.adapter is None and source.task_name is None  # nothing is known about its training
+    allow_unexpected = () if is_encoder_alone else (*optional, *pretraining_only)
+    zero = []  # modules that the weights lack and that begin at zero
+    for module_name, module in encoder.named_modules():
+        if getattr(module, "starts_at_zero", False):
+            is_in_weights = any(name.startswith(f"{module_name}.") for name in tensors)
+            if not is_in_weights:
+                zero.append(module_name)
+    allow_missing = [*allow_missing, *(f"{name}." for name in zero)]
     report = load_weights(
         encoder,
         tensors,
@@ -140,9 +157,9 @@ def load_task(task: Task, path: str | Path, rules: InitRules, *, knows_class_ord
         return _continue_head(task, source)
     rule = (task.starts_from or HeadInit()).for_weights(source.tensors)
     if not any(prefix.startswith(source.transferable) for prefix in rule.takes):
-        theirs = f"a {source.layout}" if source.task_name is None else f"the head of {source.task_name}"
+        weights = f"a {source.layout}" if source.task_name is None else f"the head of {source.task_name}"
         raise UserError(
-            f"{source.path}: contains {theirs}, which cannot start the head of {rules.task_name}; remove task.weights."
+            f"{source.path}: contains {weights}, which cannot start the head of {rules.task_name}; remove task.weights."
         )
     return _start_from_other(task, source, rule)
 
@@ -160,18 +177,26 @@ def load_phrase_head(head: PhraseHead, path: str | Path) -> LoadReport:
 
 
 def _continue_head(task: Task, source: CheckpointPart) -> LoadReport:
+    """Initialise a head from that of the same task."""
     rule = task.starts_from or HeadInit()
-    tensors, copied = source.tensors, []
-    moved = {name: value for name, value in tensors.items() if name.startswith(rule.region_classes)}
-    if moved and source.move_background_last not in (None, task.config.has_background_last):
-        step, place = (1, "first") if source.move_background_last else (-1, "last")
-        tensors = tensors | {name: value.roll(step, dims=0) for name, value in moved.items()}
-        copied = [f"{prefix[:-1]}, background becomes the {place} class" for prefix in rule.region_classes]
-    own = _modules(task.state_dict())
-    off = [name for name in tensors if name.startswith(rule.parts) and name.split(".")[0] not in own]
-    # an objective that the other run lacked
-    new = [f"{name}." for name in own - _modules(tensors)] if task.sums_objectives else []
-    report = load_weights(task, tensors, source.path, allow_missing=new, allow_unexpected=off, layout=source.layout)
+    tensors = source.tensors
+    copied = []
+    class_rows = {name: value for name, value in tensors.items() if name.startswith(rule.region_classes)}
+    if class_rows and source.move_background_last not in (None, task.config.has_background_last):
+        if source.move_background_last:
+            step = 1
+            position = "first"
+        else:
+            step = -1
+            position = "last"
+        tensors = tensors | {name: value.roll(step, dims=0) for name, value in class_rows.items()}
+        copied = [f"{prefix[:-1]}, background becomes the {position} class" for prefix in rule.region_classes]
+    modules = _modules(task.state_dict())
+    unused = [name for name in tensors if name.startswith(rule.parts) and name.split(".")[0] not in modules]
+    new = []  # objectives that the other run lacked
+    if task.sums_objectives:
+        new = [f"{name}." for name in modules - _modules(tensors)]
+    report = load_weights(task, tensors, source.path, allow_missing=new, allow_unexpected=unused, layout=source.layout)
     return dataclasses.replace(report, copied=copied)
 
 
@@ -180,50 +205,58 @@ def _start_from_other(task: Task, source: CheckpointPart, rule: HeadInit) -> Loa
 
     Everything that the rule copies must exist, except parts that the task does not use or that are not transferable.
     """
-    own = task.state_dict()
-    modules = _modules(own)
-    copies = {
-        start: to
-        for start, to in rule.copies.items()
-        if to.split(".")[0] in modules and start.startswith(source.transferable)
-    }
+    names = list(task.state_dict())
+    modules = _modules(names)
+    copies = {}
+    for start, to in rule.copies.items():
+        if to.split(".")[0] in modules and start.startswith(source.transferable):
+            copies[start] = to
     tensors: dict[str, Tensor] = {}
     copied = []
+    read = [*copies]  # prefixes of the other head's parameters that are of use
 
-    def moved(start: str, to: str) -> dict[str, Tensor]:
-        """The parameters with the prefix `start`, which is replaced by `to`."""
+    def renamed(start: str, to: str) -> dict[str, Tensor]:
+        """Return the parameters with the prefix `start`, which is replaced by `to`."""
         return {
             to + name.removeprefix(start): value for name, value in source.tensors.items() if name.startswith(start)
         }
 
     for start, to in copies.items():
-        if found := moved(start, to):
-            tensors |= found
+        parameters = renamed(start, to)
+        tensors |= parameters
+        if parameters:
             copied.append(f"{start.removesuffix('.')} -> {to.removesuffix('.')}")
-    if rule.difference is not None and (found := moved(*rule.difference)):
+    if rule.difference is not None:
         start, to = rule.difference
-        tensors |= {name: value[1:2] - value[0:1] for name, value in found.items()}
-        copied.append(f"{start[:-1]} row 1 minus row 0 -> {to[:-1]}")
-    if rule.answer_rows is not None and (found := moved(*rule.answer_rows)):
+        read.append(start)
+        parameters = renamed(start, to)
+        tensors |= {name: value[1:2] - value[0:1] for name, value in parameters.items()}
+        if parameters:
+            copied.append(f"{start[:-1]} row 1 minus row 0 -> {to[:-1]}")
+    if rule.answer_rows is not None:
         start, to = rule.answer_rows
-        theirs = _answers_beside(source.path)
-        ours = task.answer_vocabulary.answers
-        tensors |= {name: select_answer_rows(value, theirs, ours, name) for name, value in found.items()}
-        count = sum(simplify_answer(answer) in theirs for answer in ours)
-        copied.append(f"{start[:-1]} rows of {count} of {len(ours)} answers -> {to[:-1]}")
-    random = [name for name in own if name.startswith(rule.random) and not name.startswith(tuple(copies.values()))]
+        read.append(start)
+        parameters = renamed(start, to)
+        if parameters:
+            theirs = _answers_beside(source.path)
+            ours = task.answer_vocabulary.answers
+            for name, value in parameters.items():
+                tensors[name] = select_answer_rows(value, theirs, ours, name)
+            count = sum(simplify_answer(answer) in theirs for answer in ours)
+            copied.append(f"{start[:-1]} rows of {count} of {len(ours)} answers -> {to[:-1]}")
+    random = [name for name in names if name.startswith(rule.random) and not name.startswith(tuple(copies.values()))]
     report = load_weights(task, tensors, source.path, allow_missing=random, layout=source.layout)
-    read = (*copies, *(rule.difference or ())[:1], *(rule.answer_rows or ())[:1])
-    left = [name for name in source.tensors if not name.startswith(read)]
-    return dataclasses.replace(report, unexpected=[*report.unexpected, *left], copied=copied)
+    unread = [name for name in source.tensors if not name.startswith(tuple(read))]
+    return dataclasses.replace(report, unexpected=[*report.unexpected, *unread], copied=copied)
 
 
 def _modules(names: Iterable[str]) -> set[str]:
+    """Return the names of the outermost modules of parameters."""
     return {name.split(".")[0] for name in names}
 
 
 def _answers_beside(path: Path) -> list[str]:
-    """The answers of a head in the order of its classes, from a list in the same folder."""
+    """Read the answers of a head in the order of its classes, from a list in the same folder."""
     for name in (ANSWERS_FILE, PUBLISHED_ANSWERS):
         if (path.parent / name).is_file():
             return read_answers(path.parent / name)
@@ -241,8 +274,10 @@ def select_answer_rows(rows: Tensor, theirs: Sequence[str], ours: Sequence[str],
     if len(rows) != len(theirs):
         raise UserError(f"{name}: the head has {len(rows)} answers, but its list of answers has {len(theirs)}.")
     class_of = {answer: number for number, answer in enumerate(theirs)}
-    found = torch.tensor([class_of.get(simplify_answer(answer), -1) for answer in ours])
-    return rows[found.clamp(min=0)] * (found >= 0).view(-1, *[1] * (rows.ndim - 1))
+    classes = torch.tensor([class_of.get(simplify_answer(answer), -1) for answer in ours])  # -1: unknown
+    selected = rows[classes.clamp(min=0)]
+    is_known = (classes >= 0).view(-1, *[1] * (rows.ndim - 1))
+    return selected * is_known
 
 
 def _check_config(file: Path, encoder: nn.Module, fields: Sequence[str]) -> None:
@@ -250,11 +285,12 @@ def _check_config(file: Path, encoder: nn.Module, fields: Sequence[str]) -> None
     path = file.parent / "config.json"
     if not path.is_file():
         return
-    theirs, own = read_json(path, dict[str, Any]), encoder.config.to_dict()
+    theirs = read_json(path, dict[str, Any])
+    ours = encoder.config.to_dict()
     for name in fields:
-        if name in theirs and name in own and theirs[name] != own[name]:
+        if name in theirs and name in ours and theirs[name] != ours[name]:
             raise UserError(
-                f"{path}: {name} is {theirs[name]} there and {own[name]} here; set encoder.config.{name} to it."
+                f"{path}: {name} is {theirs[name]} there and {ours[name]} here; set encoder.config.{name} to it."
             )
 
 
@@ -266,11 +302,12 @@ def check_vocabulary(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> No
     folder = next((place / "tokenizer" for place in places if (place / "tokenizer").is_dir()), None)
     if folder is None:
         return
-    theirs, own = load_tokenizer(folder).get_vocab(), tokenizer.get_vocab()
-    if theirs != own:
+    theirs = load_tokenizer(folder).get_vocab()
+    ours = tokenizer.get_vocab()
+    if theirs != ours:
         raise UserError(
             f"{path}: the encoder was trained with the {len(theirs)} wordpieces in {folder}, but this run has another "
-            f"vocabulary of {len(own)}; set data.vocabulary={folder}."
+            f"vocabulary of {len(ours)}; set data.vocabulary={folder}."
         )
 
 
@@ -295,23 +332,25 @@ def find_weights(name: str, part: str) -> Path:
         try:
             cached_file(name, "config.json")  # raises every possible error first; also used by `load_encoder`
             new, old = FILES
-            found = cached_file(name, new, _raise_exceptions_for_missing_entries=False) or cached_file(name, old)
+            file = cached_file(name, new, _raise_exceptions_for_missing_entries=False) or cached_file(name, old)
         except (OSError, ValueError) as error:
             raise MissingFileError(
                 f"{name}: neither a local path nor a model that could be downloaded from the hub "
                 f"({first_line(error)}); check the name and the connection, or use a local file."
             ) from error
-        return Path(found)
+        return Path(file)
     for folder in (path / "model" / part, path / part, path):
-        for file in FILES:
-            if (folder / file).is_file():
-                return folder / file
+        for file_name in FILES:
+            if (folder / file_name).is_file():
+                return folder / file_name
     raise MissingFileError(
         f"{path}: no weights for `{part}` found; use a run directory, a file, or a folder with {' or '.join(FILES)}."
     )
 
 
 def _settings_of_run(folder: Path, part: str) -> dict[str, Any]:
-    """The saved settings of the run that contains a part's folder; empty if there is none."""
+    """Return the saved settings of the run that contains a part's folder; empty if there is none."""
     path = folder.absolute().parent / "config.yaml"
-    return read_yaml(path) if folder.absolute().name == part and path.is_file() else {}
+    if folder.absolute().name != part or not path.is_file():
+        return {}
+    return read_yaml(path)

@@ -43,8 +43,13 @@ from e2e_vl.weights.base import (
 ANSWERING = ("vqa", "gqa")  # tasks with the same head over a list of answers
 PAIRS = "nlvr2"  # its head reads the summaries of two images
 FINE_TUNED = "lxrt_encoder.model."
-ENCODER = {  # with the official and with transformers' prefix
-    f"{prefix}.{module}": module for prefix in ("bert", "lxmert") for module in ("embeddings", "encoder", "pooler")
+ENCODER = {
+    "bert.embeddings": "embeddings",  # official
+    "bert.encoder": "encoder",
+    "bert.pooler": "pooler",
+    "lxmert.embeddings": "embeddings",  # of transformers
+    "lxmert.encoder": "encoder",
+    "lxmert.pooler": "pooler",
 }
 FINE_TUNED_HEAD = {
     "logit_fc.0": "head.transform.dense",
@@ -90,19 +95,21 @@ class OfficialLxmert(WeightAdapter):
         return any(name.removeprefix("module.").startswith(starts) for name in tensors)
 
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
-        plain = {
-            name.removeprefix("module.").removeprefix(FINE_TUNED).removeprefix("module."): value
-            for name, value in tensors.items()
-        }
+        plain = {}
+        for name, value in tensors.items():
+            plain[name.removeprefix("module.").removeprefix(FINE_TUNED).removeprefix("module.")] = value
         # a head over answers is taken for the first task that has one, see `compatible_tasks`
         hidden = plain.get("logit_fc.0.weight")
         if any(name.startswith(("cls.", "obj_predict_head.")) for name in plain):
-            task_name, names = PRETRAINING, PRETRAINING_HEADS
+            task_name = PRETRAINING
+            names = PRETRAINING_HEADS
         elif hidden is not None:
-            task_name, names = PAIRS if hidden.shape[0] == hidden.shape[1] else ANSWERING[0], FINE_TUNED_HEAD
+            task_name = PAIRS if hidden.shape[0] == hidden.shape[1] else ANSWERING[0]
+            names = FINE_TUNED_HEAD
         else:
             has_answers = any(name.startswith("answer_head.") for name in plain)
-            task_name, names = ANSWERING[0] if has_answers else None, QUESTION_ANSWERING_HEAD
+            task_name = ANSWERING[0] if has_answers else None
+            names = QUESTION_ANSWERING_HEAD
         encoder, head = split_weights(plain, ENCODER, names, source)
         transferable = ("",) if task_name == PRETRAINING else ()
         compatible = ANSWERING if task_name in ANSWERING else ()
@@ -110,11 +117,11 @@ class OfficialLxmert(WeightAdapter):
 
     def adapt(self, tensors: dict[str, Tensor], encoder: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
         """Copy shared cross attention to both directions if the encoder separates them; drop parts it does not have."""
-        moved = []
+        copied = []
         if encoder.config.cross_attention == "separate":
             tensors |= {name.replace(CROSS, OTHER_CROSS): value for name, value in tensors.items() if CROSS in name}
-            moved.append("visual_attention -> text_attention")
-        return _without_absent(tensors, encoder), moved
+            copied.append("visual_attention -> text_attention")
+        return _without_absent(tensors, encoder), copied
 
     def export(self, model: VisionLanguageModel, task_name: str, path: Path) -> list[str]:
         """Write a file of the official code, with the names of `*_LXRT.pth` or of `BEST.pth`."""
@@ -127,7 +134,7 @@ class OfficialLxmert(WeightAdapter):
 
 
 def to_official(parts: ModelWeights) -> dict[str, Tensor]:
-    """The inverse of `OfficialLxmert.convert`: official names without `module.`."""
+    """Invert `OfficialLxmert.convert`: return weights with official names, without `module.`."""
     prefix = "" if parts.task_name == PRETRAINING else FINE_TUNED
     official = {f"{prefix}bert.{name}": value for name, value in parts.encoder.items()}
     official |= rename_head(parts.task, OFFICIAL_HEADS[parts.task_name])[0]
@@ -138,9 +145,12 @@ def to_official(parts: ModelWeights) -> dict[str, Tensor]:
 
 def _without_absent(tensors: Mapping[str, Tensor], encoder: nn.Module) -> dict[str, Tensor]:
     """Drop the segment table and the pooler if the encoder does not have them."""
-    off = () if encoder.config.with_segments else (SEGMENTS,)
-    off += () if encoder.config.pooled == "tanh" else ("pooler.",)
-    return {name: value for name, value in tensors.items() if not name.startswith(off)}
+    absent: tuple[str, ...] = ()
+    if not encoder.config.with_segments:
+        absent += (SEGMENTS,)
+    if encoder.config.pooled != "tanh":
+        absent += ("pooler.",)
+    return {name: value for name, value in tensors.items() if not name.startswith(absent)}
 
 
 class LxmertFromBert(BertStart):
@@ -150,21 +160,33 @@ class LxmertFromBert(BertStart):
     """
 
     def recognises(self, tensors: Mapping[str, Tensor]) -> bool:
-        """BERT, but not our encoder, which has the same names for words."""
+        """Recognise BERT, but not our encoder, which has the same names for words."""
         return super().recognises(tensors) and not any(name.startswith("encoder.visn_fc.") for name in tensors)
 
     def adapt(self, tensors: dict[str, Tensor], encoder: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
-        number, wanted = re.compile(r"encoder\.layer\.(\d+)\."), encoder.config.l_layers
-        numbers = {name: int(found[1]) for name in tensors if (found := number.match(name))}
-        count = max(numbers.values(), default=-1) + 1
-        first = max(count - wanted, 0) if encoder.config.bert_layers == "last" else 0
-        kept = {name: value for name, value in tensors.items() if name not in numbers}
-        for name, layer in numbers.items():
-            if first <= layer < first + wanted:
-                kept[number.sub(f"encoder.layer.{layer - first}.", name)] = tensors[name]
+        """Take as many of BERT's layers as the encoder has over words, and count them from 0."""
+        pattern = re.compile(r"encoder\.layer\.(\d+)\.(.*)")
+        num_layers = encoder.config.l_layers
+        adapted: dict[str, Tensor] = {}
+        of_layers: list[tuple[int, str, Tensor]] = []  # number of a layer, name in it, value
+        for name, value in tensors.items():
+            match = pattern.fullmatch(name)
+            if match is None:
+                adapted[name] = value
+            else:
+                of_layers.append((int(match[1]), match[2], value))
+        count = max((layer for layer, _, _ in of_layers), default=-1) + 1
         which = encoder.config.bert_layers
-        moved = [f"the {which} {wanted} of BERT's {count} layers -> encoder.layer"] if count > wanted else []
-        return _without_absent(kept, encoder), moved
+        first = 0
+        if which == "last":
+            first = max(count - num_layers, 0)
+        for layer, name, value in of_layers:
+            if first <= layer < first + num_layers:
+                adapted[f"encoder.layer.{layer - first}.{name}"] = value
+        copied = []
+        if count > num_layers:
+            copied.append(f"the {which} {num_layers} of BERT's {count} layers -> encoder.layer")
+        return _without_absent(adapted, encoder), copied
 
 
 # Folders of transformers' LXMERT
@@ -206,11 +228,13 @@ class TransformersLxmert(OfficialLxmert):
         give the trunk alone (`LxmertModel`). Its users must divide boxes (xyxy) by the width and height of the image.
         """
         check_settings(model.encoder.config.to_dict(), TRANSFORMERS_CONFIG, path)
-        config, parts = model.encoder.config, ModelWeights.of_model(model, task_name)
-        taken, fields = _head_for_transformers(parts, config.hidden_size, config.hidden_act)
+        config = model.encoder.config
+        parts = ModelWeights.of_model(model, task_name)
+        modules, fields = _head_for_transformers(parts, config.hidden_size, config.hidden_act)
         names = PRETRAINING_HEADS if task_name == PRETRAINING else QUESTION_ANSWERING_HEAD
-        head, left_out = rename_head(parts.task, {theirs: ours for theirs, ours in names.items() if ours in taken})
-        state = {f"{TRUNK if taken else ''}{name}": value for name, value in parts.encoder.items()} | head
+        head, left_out = rename_head(parts.task, {theirs: ours for theirs, ours in names.items() if ours in modules})
+        prefix = TRUNK if modules else ""
+        state = {f"{prefix}{name}": value for name, value in parts.encoder.items()} | head
         fields = shared_fields(config, LxmertConfig) | fields
         folder_config = LxmertConfig(**fields, visual_feat_dim=config.feature_dim, visual_pos_dim=4)
         save_as_transformers(state, folder_config, path)
@@ -220,7 +244,7 @@ class TransformersLxmert(OfficialLxmert):
 def _head_for_transformers(
     parts: ModelWeights, hidden_size: int, hidden_act: str
 ) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """The modules that transformers' model for this task also has, and the corresponding fields of its config."""
+    """Return the modules that transformers' model for this task also has, and the fields of its config for them."""
     task = parts.task
     present = {*task, *(name.rpartition(".")[0] for name in task)}
 
@@ -236,13 +260,17 @@ def _head_for_transformers(
         return (), {"architectures": ["LxmertModel"]}
     outputs = {kind: module for kind, module in REGIONS.items() if present.issuperset((*TRANSFORM, module))}
     with_answers = has_answers(QUESTIONS)
-    taken = (*WORDS, *(TRANSFORM if outputs else ()), *outputs.values(), *(QUESTIONS if with_answers else ()))
+    modules = [*WORDS]
     fields: dict[str, Any] = {f"visual_{kind}_loss": kind in outputs for kind in REGIONS}
-    counts = {"obj": "num_object_labels", "attr": "num_attr_labels"}
-    fields |= {field: len(task[f"{outputs[kind]}.weight"]) for kind, field in counts.items() if kind in outputs}
+    if outputs:
+        modules += [*TRANSFORM, *outputs.values()]
+    for kind, field in (("obj", "num_object_labels"), ("attr", "num_attr_labels")):
+        if kind in outputs:
+            fields[field] = len(task[f"{outputs[kind]}.weight"])
     if with_answers:
+        modules += QUESTIONS
         fields["num_qa_labels"] = len(task["image_qa.head.output.weight"])
-    return taken, fields | {
+    return tuple(modules), fields | {
         "task_obj_predict": bool(outputs),
         "task_qa": with_answers,
         "visual_loss_normalizer": LOSS_NORMALISER,

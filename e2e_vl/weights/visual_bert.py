@@ -114,7 +114,9 @@ class OfficialVisualBert(WeightAdapter):
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
         classifier = {f"{HEAD}classifier": ""}
         rows = {len(value) for name, value in tensors.items() if replace_module(name, classifier) is not None}
-        task_name = CLASSIFIER_ROWS.get(min(rows), ANSWERS) if rows else None
+        task_name = None
+        if rows:
+            task_name = CLASSIFIER_ROWS.get(min(rows), ANSWERS)
         if any(name.startswith(f"{HEAD}cls.") for name in tensors):
             task_name = PRETRAINING
         if any(name.startswith(f"{HEAD}flickr_attention.") for name in tensors):
@@ -144,8 +146,11 @@ class OfficialVisualBert(WeightAdapter):
 
 
 def to_official(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
-    """The inverse of `OfficialVisualBert.convert`. Returns the weights with official names, and the names that were
-    left out: a detector other than R2C's region network, and heads that no official model has.
+    """Invert `OfficialVisualBert.convert`.
+
+    Returns:
+        The weights with official names, and the names that were left out: a detector other than R2C's region network,
+        and heads that no official model has.
     """
     head, left_out = rename_head(parts.task, HEADS.get(parts.task_name, NO_HEAD).names)
     state = {f"{TRUNK}{replace_module(name, invert(ENCODER))}": value for name, value in parts.encoder.items()}
@@ -156,8 +161,10 @@ def to_official(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
         return state, left_out + [f"detector.{name}" for name in parts.detector]
     network = {to_visual_bert_name(name): value for name, value in parts.detector.items()}
     # official files have the batch counter, which frozen norms lack
-    for norm in (name.removesuffix("running_var") for name in list(network) if name.endswith("running_var")):
-        network.setdefault(f"{norm}num_batches_tracked", torch.zeros((), dtype=torch.int64))
+    for name in list(network):
+        if name.endswith("running_var"):
+            counter = f"{name.removesuffix('running_var')}num_batches_tracked"
+            network.setdefault(counter, torch.zeros((), dtype=torch.int64))
     return state | network, left_out
 
 
@@ -212,8 +219,10 @@ class TransformersVisualBert(OfficialVisualBert):
 
 
 def to_transformers(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
-    """The inverse of `TransformersVisualBert.convert`, without tied weights. Returns the weights with transformers'
-    names, and the names that were left out: the detector and additional heads.
+    """Invert `TransformersVisualBert.convert`, without tied weights.
+
+    Returns:
+        The weights with transformers' names, and the names that were left out: the detector and additional heads.
     """
     official, left_out = to_official(dataclasses.replace(parts, detector={}))
     official.pop(f"{HEAD}{DECODER}", None)
@@ -224,7 +233,7 @@ def to_transformers(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
 
 
 def make_transformers_config(encoder: VisualBertEncoder, parts: ModelWeights) -> VisualBertConfig:
-    """The config of transformers. As in the official code, no row of the word embeddings is a padding row."""
+    """Make the config of transformers, in which no row of the word embeddings is for padding, as in official code."""
     rule = HEADS.get(parts.task_name, NO_HEAD)
     fields = shared_fields(encoder.config, VisualBertConfig, "pad_token_id")
     if rule.counts_labels:
@@ -248,7 +257,7 @@ class VisualBertFromBert(BertStart):
     transferable = ("word_head.", "relationship.")
 
     def recognises(self, tensors: Mapping[str, Tensor]) -> bool:
-        """BERT, but not our encoder, which also has visual tables."""
+        """Recognise BERT, but not our encoder, which also has visual tables."""
         return super().recognises(tensors) and not COPIED_TABLES.values() & tensors.keys()
 
     def adapt(self, tensors: dict[str, Tensor], encoder: nn.Module) -> tuple[dict[str, Tensor], list[str]]:

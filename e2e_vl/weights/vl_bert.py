@@ -9,7 +9,7 @@ The names follow the official code (jackroos/VL-BERT).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -140,17 +140,13 @@ class OfficialVLBert(WeightAdapter):
         return any(name.removeprefix("module.").startswith("vlbert.") for name in tensors)
 
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
-        tensors = {
-            name.removeprefix("module.").replace("vlbert._module.", "vlbert.", 1): value
-            for name, value in tensors.items()
-        }
-        task_name = next(
-            (task for task, prefixes in TASK_PREFIXES.items() if any(name.startswith(prefixes) for name in tensors)),
-            None,
-        )
-        encoder, head = split_weights(tensors, ENCODER | SCALARS, HEADS.get(task_name, {}), source, (DETECTOR,))
+        plain = {}
+        for name, value in tensors.items():
+            plain[name.removeprefix("module.").replace("vlbert._module.", "vlbert.", 1)] = value
+        task_name = _find_task(plain)
+        encoder, head = split_weights(plain, ENCODER | SCALARS, HEADS.get(task_name, {}), source, (DETECTOR,))
         transferable = ("",) if task_name == PRETRAINING else ()
-        return ModelWeights(from_vl_bert(tensors), encoder, head, task_name, transferable, move_background_last=False)
+        return ModelWeights(from_vl_bert(plain), encoder, head, task_name, transferable, move_background_last=False)
 
     def export(self, model: VisionLanguageModel, task_name: str, path: Path) -> list[str]:
         """Write a `.model` file and return the names that were left out, see `to_official`.
@@ -173,20 +169,34 @@ class OfficialVLBert(WeightAdapter):
         return left_out
 
 
+def _find_task(names: Iterable[str]) -> str | None:
+    """Return the task whose head has such names; None: no task of ours."""
+    for task_name, prefixes in TASK_PREFIXES.items():
+        if any(name.startswith(prefixes) for name in names):
+            return task_name
+    return None
+
+
 def to_official(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
-    """The inverse of `OfficialVLBert.convert`: official names with the prefix `module.`. Returns the weights, and the
-    names (`detector.`, `encoder.`, `task.`) that an official model of this task does not have: RPN and box head,
-    learned vectors of pre-training, an unused pooler, and other objectives.
+    """Invert `OfficialVLBert.convert`.
+
+    Returns:
+        The weights, with official names after the prefix `module.`, and the names (`detector.`, `encoder.`, `task.`)
+        that an official model of this task does not have: RPN and box head, learned vectors of pre-training, an unused
+        pooler, and other objectives.
     """
     check_task(parts.task_name, list(HEADS), "VL-BERT")
     head, left_out = rename_head(parts.task, HEADS[parts.task_name])
     left_out += [f"detector.{name}" for name in parts.detector if not name.startswith(("backbone.", "roi_heads.res5."))]
-    unread = () if parts.task_name == PRETRAINING else PRETRAINING_EMBEDDINGS
+    unread: tuple[str, ...] = ()  # prefixes of parameters that the official model does not have
+    if parts.task_name != PRETRAINING:
+        unread += PRETRAINING_EMBEDDINGS
     if parts.task_name != "vcr" and "relationship.head.weight" not in parts.task:
         unread += ("pooler.",)
     official = to_vl_bert(parts.detector) | head
     for name, value in parts.encoder.items():
-        theirs = replace_module(name, invert(SCALARS if value.ndim == 0 else ENCODER))
+        names = SCALARS if value.ndim == 0 else ENCODER
+        theirs = replace_module(name, invert(names))
         if theirs is None or name.startswith(unread):
             left_out.append(f"encoder.{name}")
         else:
@@ -199,7 +209,10 @@ def to_official(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
 
 
 class VLBertFromBert(BertStart):
-    """BERT's two segments become segments 0 and 1 (official code); segment 2 (regions) stays random."""
+    """Initialises VL-BERT from BERT.
+
+    BERT's two segments become segments 0 and 1 (official code); segment 2 (regions) stays random.
+    """
 
     names: ClassVar[Names] = {
         "embeddings.word_embeddings": "embeddings.word_embeddings",
@@ -212,8 +225,9 @@ class VLBertFromBert(BertStart):
 
     def adapt(self, tensors: dict[str, Tensor], encoder: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
         """Append the encoder's other rows to BERT's segment table."""
-        own, segments = encoder.state_dict()[SEGMENTS], tensors.get(SEGMENTS)
+        table = encoder.state_dict()[SEGMENTS]
+        segments = tensors.get(SEGMENTS)
         # the loader reports any other shape
-        if segments is not None and segments.shape[1] == own.shape[1] and len(segments) <= len(own):
-            tensors = {**tensors, SEGMENTS: torch.cat([segments, own[len(segments) :].float()])}
+        if segments is not None and segments.shape[1] == table.shape[1] and len(segments) <= len(table):
+            tensors = {**tensors, SEGMENTS: torch.cat([segments, table[len(segments) :].float()])}
         return tensors, [f"BERT's segments -> the first rows of {SEGMENTS}"]
