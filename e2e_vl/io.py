@@ -70,7 +70,7 @@ def read_text(path: str | Path) -> str:
 
 
 def files_in(folder: Path, suffixes: Sequence[str], *, deep: bool = True) -> list[Path]:
-    """The files of a folder (`deep`: and of the folders in it) with these suffixes, in any case, sorted.
+    """List the files of a folder (`deep`: and of the folders in it) with these suffixes, in any case, sorted.
 
     Files of macOS that begin with `._` are left out: they accompany others of the same name and suffix.
     """
@@ -84,7 +84,7 @@ def is_listed(name: str, suffixes: Sequence[str] = ("",)) -> bool:
 
 
 def file_name(text: str) -> str:
-    """A safe file name (without suffix) for an id or another text; `urllib.parse.unquote` is the inverse."""
+    """Return a safe file name (without suffix) for an id or another text; `urllib.parse.unquote` is the inverse."""
     return quote(text, safe=" +")
 
 
@@ -143,17 +143,19 @@ class RunLog:
         self.enabled = enabled
         if not enabled:
             return
-        kept = [
-            line
-            for line in (read_log(path) if resume_step is not None else [])
-            if line["step"] < resume_step or (line["step"] == resume_step and line["kind"] == "train")
-        ]
-        write_text(path, "".join(json_text(line, str(path)) + "\n" for line in kept))
-        last_step = max((line["step"] for line in kept if line["kind"] == "train"), default=0)
+        lines: list[dict[str, Any]] = []  # that stay
+        if resume_step is not None:
+            for line in read_log(path):
+                if line["step"] < resume_step or (line["step"] == resume_step and line["kind"] == "train"):
+                    lines.append(line)
+        write_text(path, "".join(json_text(line, str(path)) + "\n" for line in lines))
+        last_step = max((line["step"] for line in lines if line["kind"] == "train"), default=0)
         if last_step < logged_step:
             logger.warning(
                 "%s: the lines from step %d to step %d have been lost; curves have a gap.",
-                *(path, last_step + 1, logged_step),
+                path,
+                last_step + 1,
+                logged_step,
             )
 
     def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
@@ -162,8 +164,9 @@ class RunLog:
         The kinds are "train", "eval" (on the images that all evaluations of the run use) and "final" (on more images).
         """
         if self.enabled:
+            line = {"step": step, "kind": kind, **replace_nan(values)}
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json_text({"step": step, "kind": kind, **replace_nan(values)}, str(self.path)) + "\n")
+                file.write(json_text(line, str(self.path)) + "\n")
 
     def flush_to_disk(self) -> None:
         """Make the lines survive a power cut. Without it, a checkpoint could be ahead of the log."""
@@ -182,7 +185,10 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 def replace_nan(values: Mapping[str, Any]) -> dict[str, Any]:
     """Replace NaN and infinite values with None, and list their names in `not_finite` if there are any."""
     lost = [name for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
-    return {**values, **dict.fromkeys(lost), **({"not_finite": lost} if lost else {})}
+    replaced = {**values, **dict.fromkeys(lost)}
+    if lost:
+        replaced["not_finite"] = lost
+    return replaced
 
 
 LOCK_FILE = ".lock"  # in a run directory
@@ -204,7 +210,7 @@ def looks_like_hub_name(name: str) -> bool:
 
 
 def find_run(source: str | Path) -> Path | None:
-    """The path of a run directory or a saved model, which must exist; None for a model on the Hub (`owner/name`).
+    """Return the path of a run directory or saved model, which must exist; None for a model on the Hub (`owner/name`).
 
     "demo" is the model that comes along, unless there is a run of this name.
     """
@@ -215,7 +221,7 @@ def find_run(source: str | Path) -> Path | None:
 
 
 def find_model_folder(folder: Path) -> Path:
-    """The folder written by `save_model` (e2e_vl/run/checkpoint.py): `folder`, or `model/` in a run directory."""
+    """Find the folder that `save_model` (e2e_vl/run/checkpoint.py) wrote: `folder`, or `model/` in a run directory."""
     folder = Path(folder)
     if (folder / "config.yaml").is_file() and (folder / "encoder").is_dir():
         return folder
@@ -247,10 +253,9 @@ def check_output(path: Path, *, may_replace: bool = False) -> None:
     if path.is_dir():
         raise UserError(f"{path} is a folder; give the path of a file as --output.")
     parts = ("metrics.json", "log.jsonl", "checkpoints", "encoder", "model")  # of a run or of a saved model
-    runs = [
-        folder
-        for folder in path.resolve().parents
-        if (folder / "config.yaml").is_file() and any((folder / part).exists() for part in parts)
-    ]
+    runs = []
+    for folder in path.resolve().parents:
+        if (folder / "config.yaml").is_file() and any((folder / part).exists() for part in parts):
+            runs.append(folder)
     if path.exists() and runs and not may_replace:  # a saved model is in the folder of its run
         raise UserError(f"{path} is a file of the run {runs[-1]} and is not overwritten; choose another --output.")

@@ -28,8 +28,14 @@ from detector.io import write_text
 from e2e_vl.io import looks_like_hub_name, read_text
 
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-SPELLINGS = {f"{article} {who}": who for article in ("a", "the") for who in ("man", "woman")}
-SPELLINGS |= {"grey": "gray", **{word: str(number) for number, word in enumerate(NUMBERS, start=1)}}
+SPELLINGS = {  # of LXMERT's list of answers
+    "a man": "man",
+    "the man": "man",
+    "a woman": "woman",
+    "the woman": "woman",
+    "grey": "gray",
+    **{word: str(number) for number, word in enumerate(NUMBERS, start=1)},
+}
 FUNCTION_WORDS = {"a", "an", "the", "this", "that", "these", "those", "it", "its", "of", "to", "and", "or", "but"}
 FUNCTION_WORDS |= {"is", "are", "was", "were", "be"}
 _UPPER_CASE = re.compile(r"^(?![\[<].*[\]>]$).*[A-Z]")  # in a wordpiece, not in [CLS], [unused1] or <URL>
@@ -81,12 +87,13 @@ def basic_tokenize(sentence: str) -> list[str]:
 
 
 def swap_left_right(words: Iterable[str]) -> list[str]:
-    """The words "left" and "right" swapped, as the text of a flipped image has them (official VL-BERT code)."""
-    return [{"left": "right", "right": "left"}.get(word, word) for word in words]
+    """Swap the words "left" and "right", as in the text of a flipped image (official VL-BERT code)."""
+    swapped = {"left": "right", "right": "left"}
+    return [swapped.get(word, word) for word in words]
 
 
 def simplify_answer(answer: str) -> str:
-    """An answer as the list of LXMERT's pre-training spells it (official code).
+    """Spell an answer as the list of LXMERT's pre-training does (official code).
 
     In lower case, without a final full stop and leading articles, with the numbers one to ten as digits.
     """
@@ -106,7 +113,9 @@ def build_vocabulary(sentences: Iterable[str], path: str | Path) -> list[str]:
     single characters and their `##` continuations (from the sentences, a-z and 0-9), with which unseen words are
     spelled.
     """
-    counts = collections.Counter(word for sentence in sentences for word in basic_tokenize(sentence))
+    counts: collections.Counter[str] = collections.Counter()
+    for sentence in sentences:
+        counts.update(basic_tokenize(sentence))
     words = sorted(counts, key=lambda word: (-counts[word], word))
     characters = sorted({*"".join(counts), *string.ascii_lowercase, *string.digits})
     vocabulary = list(dict.fromkeys([*SPECIAL_TOKENS, *words, *characters, *(f"##{char}" for char in characters)]))
@@ -115,34 +124,43 @@ def build_vocabulary(sentences: Iterable[str], path: str | Path) -> list[str]:
 
 
 def word_pieces(text: str, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Wordpiece ids of each word. Words end at whitespace and punctuation; each punctuation mark is a separate word."""
+    """Return the wordpiece ids of each word.
+
+    Words end at whitespace and punctuation; each punctuation mark is a separate word.
+    """
     encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-    pairs = zip(encoding.word_ids, encoding.ids, strict=True)
-    return [[piece for _, piece in word] for _, word in itertools.groupby(pairs, key=operator.itemgetter(0))]
+    words: dict[int, list[int]] = {}  # number of a word -> its wordpieces
+    for word_id, piece in zip(encoding.word_ids, encoding.ids, strict=True):
+        words.setdefault(word_id, []).append(piece)
+    return list(words.values())
 
 
 def unknown_words(text: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The words and symbols that the vocabulary lacks, in order, without repetitions; punctuation is ignored.
+    """Return the words and symbols that the vocabulary lacks, in order, without repetitions or punctuation.
 
     Such a word has an unknown wordpiece, or is spelled in wordpieces of one letter each; numbers may be spelled.
     """
     encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
     pieces = zip(encoding.word_ids, encoding.offsets, encoding.tokens, strict=True)
-    found = []
+    unknown = []
     for _, group in itertools.groupby(pieces, key=operator.itemgetter(0)):
         _, offsets, tokens = zip(*group, strict=True)
         word = text[offsets[0][0] : offsets[-1][1]]
         is_spelled = len(tokens) > 1 and all(len(token.removeprefix("##")) == 1 for token in tokens)
-        is_unknown = tokenizer.unk_token in tokens and not all(unicodedata.category(one)[0] == "P" for one in word)
-        if is_unknown or (is_spelled and any(letter.isalpha() for letter in word)):
-            found.append(word)
-    return list(dict.fromkeys(found))
+        is_punctuation = all(unicodedata.category(character)[0] == "P" for character in word)
+        is_unknown = tokenizer.unk_token in tokens and not is_punctuation
+        if is_unknown or (is_spelled and any(character.isalpha() for character in word)):
+            unknown.append(word)
+    return list(dict.fromkeys(unknown))
 
 
 def has_content(text: str) -> bool:
     """Whether a text has any word beyond articles, forms of "be" and the like, single letters and punctuation."""
-    words = re.findall(r"[^\W_]+", text.lower())
-    return any(word not in FUNCTION_WORDS and not (len(word) == 1 and word in string.ascii_lowercase) for word in words)
+    for word in re.findall(r"[^\W_]+", text.lower()):
+        is_letter = len(word) == 1 and word in string.ascii_lowercase
+        if word not in FUNCTION_WORDS and not is_letter:
+            return True
+    return False
 
 
 # Templates: special tokens, segments and summary position for each encoder
@@ -203,7 +221,7 @@ class TextEncoding:
     num_truncated: int = 0  # pieces that were cut off
 
     def place(self, values: Pieces, fill: int = -1) -> Int64[np.ndarray, " L"]:
-        """A value of each given piece at its position, `fill` at special tokens."""
+        """Return a value of each given piece at its position, `fill` at special tokens."""
         padded = np.array([*values, fill], dtype=np.int64)
         return padded[self.source]
 
@@ -220,26 +238,30 @@ class TextTokenizer:
     with_phrase_spans: bool = False  # say which wordpieces are phrases
 
     def pieces(self, text: str, *, mirrored: bool = False) -> list[int]:
-        """Wordpiece ids of a text; of a flipped image "left" and "right" change places (official VL-BERT code)."""
+        """Return the wordpiece ids of a text; `mirrored` swaps "left" and "right", see `swap_left_right`."""
         return self.encode(text, mirrored=mirrored).ids
 
     def encode(self, text: str, *, mirrored: bool = False) -> WordPieces:
-        """`pieces`, and where they are in the text."""
-        encoding = self.tokenizer.backend_tokenizer.encode("" if self.is_blank else text, add_special_tokens=False)
-        tokens = swap_left_right(encoding.tokens) if mirrored else encoding.tokens
+        """Split a text into wordpieces, as `pieces` does, and say where they are in it."""
+        if self.is_blank:
+            text = ""
+        encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+        tokens = encoding.tokens
+        if mirrored:
+            tokens = swap_left_right(tokens)
         offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
         return WordPieces(self.tokenizer.convert_tokens_to_ids(tokens), offsets, np.array(encoding.word_ids, np.int64))
 
     def single(self, pieces: Pieces) -> TextEncoding:
-        """One text; what is too long loses its last pieces."""
+        """Lay out one text; a text that is too long loses its last pieces."""
         return self._truncated(self.layout.single, pieces)
 
     def question(self, pieces: Pieces) -> TextEncoding:
-        """One text with a position for its answer; a text that is too long is truncated at its end."""
+        """Lay out one text with a position for its answer; a text that is too long loses its last pieces."""
         return self._truncated(self.layout.question, pieces)
 
     def pair(self, first: Pieces, second: Pieces, truncation: Truncation = "ends") -> TextEncoding:
-        """Two texts, truncated if together they exceed the maximum length.
+        """Lay out two texts, truncated if together they exceed the maximum length.
 
         "ends" removes the last piece of the longer text until they fit; if both are equally long, of the second.
         "fronts" and "fronts_too_much" remove the first pieces of both, see `truncate_fronts`; if nothing is left of
@@ -249,23 +271,25 @@ class TextTokenizer:
             return self._truncated(self.layout.pair, first, second)
         room = self.max_length - self.layout.pair.num_special
         lost = truncate_fronts(len(first), len(second), room, too_much=truncation == "fronts_too_much")
-        template = self.layout.single if len(second) and lost[1] == len(second) else self.layout.pair
+        template = self.layout.pair
+        if len(second) and lost[1] == len(second):
+            template = self.layout.single
         return fill_template(template, (first, second), self.tokenizer, [slice(number, None) for number in lost])
 
     def without_special_tokens(self, pieces: Pieces) -> TextEncoding:
-        """Wordpieces without special tokens; truncation is up to the caller."""
+        """Encode wordpieces without special tokens; truncation is up to the caller."""
         return fill_template(BARE, (pieces,), self.tokenizer)
 
     def _truncated(self, template: Template, *texts: Pieces) -> TextEncoding:
-        kept = list(map(len, texts))
-        while self.max_length is not None and sum(kept) > max(self.max_length - template.num_special, 0):
-            longest = max(range(len(kept)), key=lambda number: (kept[number], number))
-            kept[longest] -= 1
-        return fill_template(template, texts, self.tokenizer, [slice(number) for number in kept])
+        lengths = list(map(len, texts))
+        while self.max_length is not None and sum(lengths) > max(self.max_length - template.num_special, 0):
+            longest = max(range(len(lengths)), key=lambda number: (lengths[number], number))  # the last of equal ones
+            lengths[longest] -= 1
+        return fill_template(template, texts, self.tokenizer, [slice(length) for length in lengths])
 
 
 def truncate_fronts(first: int, second: int, room: int, *, too_much: bool = False) -> tuple[int, int]:
-    """How many pieces two texts lose at their fronts, from their lengths and the room for both (VisualBERT).
+    """Return how many pieces two texts lose at their fronts, from their lengths and the room for both (VisualBERT).
 
     Of the surplus the first text loses half, rounded up, but not from its last `FIRST_KEPT` pieces. The second loses
     the rest, and what it is too short for the first loses too. With `too_much` the second loses the surplus and once
@@ -273,21 +297,26 @@ def truncate_fronts(first: int, second: int, room: int, *, too_much: bool = Fals
     """
     over = max(first + second - room, 0)
     lost = min((over + 1) // 2, max(first - FIRST_KEPT, 0))
-    if too_much:
-        return lost, min(over + lost, second) if over else 0
+    if too_much and over:
+        return lost, min(over + lost, second)
     from_second = min(over - lost, second)
     return over - from_second, from_second
 
 
 def fill_template(
-    template: Template, texts: Sequence[Pieces], tokenizer: PreTrainedTokenizerBase, kept: Sequence[slice] | None = None
+    template: Template,
+    texts: Sequence[Pieces],
+    tokenizer: PreTrainedTokenizerBase,
+    selection: Sequence[slice] | None = None,
 ) -> TextEncoding:
-    """Fill a template with the pieces of its texts, or with the pieces that `kept` selects of each.
+    """Fill a template with the pieces of its texts, or with the pieces that `selection` takes of each.
 
     Further texts, for which the template has no place, must lose all of theirs.
     """
     lengths = list(map(len, texts))
-    starts, kept = [0, *itertools.accumulate(lengths)], kept or [slice(None)] * len(texts)
+    starts = [0, *itertools.accumulate(lengths)]  # of each text, counted through all pieces
+    if selection is None:
+        selection = [slice(None)] * len(texts)
     ids: list[int] = []
     segments: list[int] = []
     source: list[int] = []
@@ -299,8 +328,14 @@ def fill_template(
             ids.append(getattr(tokenizer, part))
             source.append(-1)
         else:
-            ids.extend(texts[part][kept[part]])
-            source.extend(range(starts[part], starts[part + 1])[kept[part]])
+            ids.extend(texts[part][selection[part]])
+            source.extend(range(starts[part], starts[part + 1])[selection[part]])
         segments += [segment] * (len(ids) - len(segments))
-    arrays = (np.array(values, dtype=np.int64) for values in (ids, segments, source))
-    return TextEncoding(*arrays, summary=summary, num_truncated=sum(lengths) - sum(place >= 0 for place in source))
+    num_pieces = sum(index >= 0 for index in source)
+    return TextEncoding(
+        np.array(ids, dtype=np.int64),
+        np.array(segments, dtype=np.int64),
+        np.array(source, dtype=np.int64),
+        summary=summary,
+        num_truncated=sum(lengths) - num_pieces,
+    )

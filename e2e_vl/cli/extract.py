@@ -75,21 +75,22 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     if words and Path(words[0]).is_dir():
         words = ["--images", *words]
     is_many = any(word.partition("=")[0] == "--images" for word in words)
-    return (many_images if is_many else one_image)(words, prog)
+    if is_many:
+        return many_images(words, prog)
+    return one_image(words, prog)
 
 
 def add_detector_options(parser: argparse.ArgumentParser, max_proposals: int | None) -> None:
-    """The options that name a detector, see `load_source`."""
+    """Add the options that name a detector, see `load_source`."""
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--detector", metavar="NAME", help="published weights by name, a run, a folder, or a file")
     source.add_argument("--weights", type=Path, help="detector weights: .pth, .pkl, .safetensors, or a folder")
     source.add_argument("--run", type=Path, help="trained run directory: use its detector and its image size")
     parser.add_argument("--config", type=Path, help="Detectron2 YAML file (default: ResNet-101 C4)")
     parser.add_argument("--backend", choices=BACKENDS, help="detector implementation (default: builtin, or the run's)")
-    shown = "from the config" if max_proposals is None else max_proposals
-    parser.add_argument(
-        "--max-proposals", type=int, default=max_proposals, help=f"number of RPN proposals (default: {shown})"
-    )
+    default = "from the config" if max_proposals is None else max_proposals
+    proposals_help = f"number of RPN proposals (default: {default})"
+    parser.add_argument("--max-proposals", type=int, default=max_proposals, help=proposals_help)
     parser.add_argument("--seed", type=int, default=0, help="seed of random weights (default: 0)")
 
 
@@ -109,7 +110,7 @@ def load_source(args: argparse.Namespace) -> LoadedDetector:
 
 
 def one_image_parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """The options of tools/extract_demo.py."""
+    """Make the parser of tools/extract_demo.py and of `e2e-vl extract IMAGE`."""
     parser = make_parser(ONE_IMAGE, prog)
     parser.add_argument("image", nargs="+", help="image file, address, or pattern such as 'photos/*.jpg'")
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
@@ -118,28 +119,28 @@ def one_image_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--device", help="cpu, cuda, cuda:1 or mps (default: the CUDA GPU if there is one)")
     parser.add_argument("--class-names", type=Path, help="text file with one class per line (objects_vocab.txt)")
     parser.add_argument("--attribute-names", type=Path, help="likewise for attributes, which are then drawn")
-    shown = DISPLAY_SELECTION
+    default = DISPLAY_SELECTION
     parser.add_argument(
         "--min-score",
         type=float,
-        help=f"keep exactly the regions from this score on (default: {shown.min_score}, within the limits below)",
+        help=f"keep exactly the regions from this score on (default: {default.min_score}, within the limits below)",
     )
     parser.add_argument(
         "--min-regions",
         type=int,
-        help=f"minimum number of regions (default: {shown.min_regions}, with --min-score none)",
+        help=f"minimum number of regions (default: {default.min_regions}, with --min-score none)",
     )
     parser.add_argument(
         "--max-regions",
         type=int,
-        help=f"maximum number of regions (default: {shown.max_regions}, with --min-score none)",
+        help=f"maximum number of regions (default: {default.max_regions}, with --min-score none)",
     )
     return parser
 
 
 @print_errors
 def one_image(argv: list[str] | None = None, prog: str | None = None) -> int:
-    """tools/extract_demo.py: regions.npz, regions.png, phrase.json and phrase.png."""
+    """Run tools/extract_demo.py: write regions.npz, regions.png, phrase.json and phrase.png."""
     args = one_image_parser(prog).parse_args(argv)
     if args.text is not None and args.run is None:
         raise UserError("--text needs --run, the directory of a trained run; train one with `e2e-vl train`.")
@@ -160,7 +161,9 @@ def one_image(argv: list[str] | None = None, prog: str | None = None) -> int:
         if not model.network.task.predicts_box:
             raise UserError(f"{args.run}: the task '{model.config.task.name}' does not answer with a box.")
     for number, image in enumerate(images, start=1):
-        folder = args.output if len(images) == 1 else args.output / f"{number:04d}"
+        folder = args.output
+        if len(images) > 1:
+            folder /= f"{number:04d}"
         regions = detector.find_regions(image, None, rule)
         write_regions(folder, regions)
         if regions.warning and regions.warning != source.warning:
@@ -182,10 +185,16 @@ def write_regions(folder: Path, regions: ImageRegions) -> None:
 def write_phrase(folder: Path, model: TrainedModel, image: ImageFile, text: str) -> None:
     """Write phrase.json and phrase.png."""
     [answer] = model.answer_questions([Question(image, text)])
-    shown = {"image": str(image), "text": text, "box": answer.box, "score": answer.score}
-    shown |= {"boxes": answer.prediction.candidate_boxes, "scores": answer.prediction.candidate_scores}
-    shown["is_unsure"] = answer.is_unsure
-    write_json(folder / "phrase.json", {key: np.asarray(value).tolist() for key, value in shown.items()})
+    content = {
+        "image": str(image),
+        "text": text,
+        "box": answer.box,
+        "score": answer.score,
+        "boxes": answer.prediction.candidate_boxes,
+        "scores": answer.prediction.candidate_scores,
+        "is_unsure": answer.is_unsure,
+    }
+    write_json(folder / "phrase.json", {key: np.asarray(value).tolist() for key, value in content.items()})
     write_png(folder / "phrase.png", answer.draw())
     for warning in answer.warnings:
         print(f"warning: {warning}")
@@ -240,12 +249,14 @@ def many_images(argv: list[str] | None = None, prog: str | None = None) -> int:
     from e2e_vl.data.user_inputs import list_images, read_given_boxes, warn_of_given_boxes_outside
 
     images = list_images(args.images, args.root)
-    given = None if args.boxes is None else read_given_boxes(args.boxes)
+    given_boxes = None
+    if args.boxes is not None:
+        given_boxes = read_given_boxes(args.boxes)
     status = run_in_processes(args, "extract", argv)
     if status is not None:
         return status
-    if given is not None:
-        warn_of_given_boxes_outside(given, images, str(args.boxes))
+    if given_boxes is not None:
+        warn_of_given_boxes_outside(given_boxes, images, str(args.boxes))
     from e2e_vl.extraction.bulk import MAX_WAIT, ExtractionJob, extract_images, make_stamp  # late: imports torch
     from e2e_vl.run.launch import make_accelerator
 
@@ -256,7 +267,7 @@ def many_images(argv: list[str] | None = None, prog: str | None = None) -> int:
         layout=args.format,
         source=source,
         settings=settings,
-        given=given,
+        given_boxes=given_boxes,
         stamp=make_stamp(source, settings, boxes_file=args.boxes, precision=args.precision),
         batch_size=args.batch_size,
         workers=args.workers,
@@ -264,7 +275,7 @@ def many_images(argv: list[str] | None = None, prog: str | None = None) -> int:
     accelerator = make_accelerator(args.precision, max_wait_minutes=MAX_WAIT.total_seconds() / 60)
     summary = extract_images(job, accelerator)
     if accelerator.is_main_process:
-        if source.warning and (given is None or source.weights is None):
+        if source.warning and (given_boxes is None or source.weights is None):
             print(source.warning)
         existing = f", {summary.existing} already existed" if summary.existing else ""
         print(f"{summary.extracted} images extracted{existing}: {args.output}")
@@ -278,14 +289,15 @@ def many_images(argv: list[str] | None = None, prog: str | None = None) -> int:
 
 
 def extraction_settings(args: argparse.Namespace) -> ExtractionSettings:
-    """The settings of boxes and features."""
+    """Return the settings of boxes and features that the options ask for."""
     attributes = args.attributes or args.format == "lxmert"
     if args.format in ("tsv", "lxmert") and args.image_feature:
         raise UserError("The TSV formats cannot store the whole image's feature; choose npz, hdf5 or lmdb.")
     options = {"--min-score": args.min_score, "--min-boxes": args.min_boxes, "--max-boxes": args.max_boxes}
     limits = [option for option, value in options.items() if value is not None]
     if args.boxes is not None:
-        limits += ["--num-boxes"] if args.num_boxes is not None else []
+        if args.num_boxes is not None:
+            limits.append("--num-boxes")
         if limits:
             raise UserError(f"--boxes gives the boxes, so nothing is selected; leave out {', '.join(limits)}.")
         return ExtractionSettings("given", attributes=attributes, image_feature=args.image_feature)
@@ -296,10 +308,13 @@ def extraction_settings(args: argparse.Namespace) -> ExtractionSettings:
         raise UserError(f"--num-boxes fixes the number of boxes; leave it out, or {', '.join(limits)}.")
     else:
         selection = SelectionRule(selection.min_score, args.num_boxes, args.num_boxes)
+    features_of = args.features_of
+    if features_of is None:
+        features_of = "final" if args.rule == "score" else "proposal"
     return ExtractionSettings(
         args.rule,
         selection,
-        args.features_of or ("final" if args.rule == "score" else "proposal"),
+        features_of,
         attributes,
         args.image_feature,
         args.nms_threshold,

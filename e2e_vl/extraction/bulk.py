@@ -56,30 +56,31 @@ MAX_WAIT = datetime.timedelta(days=30)  # timeout of collectives: a finished pro
 
 @dataclasses.dataclass(frozen=True)
 class ExtractionJob:
-    """The images, the detector, and the output."""
+    """What `extract_images` does: the images to describe, the detector that describes them, and where they go."""
 
     images: list[ListedImage]
     output: Path
     layout: str  # one of `FORMATS`
     source: LoadedDetector
     settings: ExtractionSettings
-    given: dict[str, GivenBoxes] | None = None  # by image id, with the rule "given"
+    given_boxes: dict[str, GivenBoxes] | None = None  # by image id, with the rule "given"
     stamp: dict[str, Any] = dataclasses.field(default_factory=dict)
     batch_size: int = 8  # images per forward pass, all of the same size
     workers: int = 2  # data loader workers per process
 
     @property
     def folder(self) -> Path:
+        """The folder of the `.npz` files."""
         return self.output if self.layout == "npz" else self.output.with_name(self.output.name + ".parts")
 
     def file_of(self, image_id: str) -> Path:
-        """The `.npz` file of an image; never outside the folder."""
+        """Return the path of an image's `.npz` file, which is never outside the folder."""
         return self.folder / f"{file_name(image_id)}.npz"
 
 
 @dataclasses.dataclass
 class ExtractionSummary:
-    """The result, over all processes."""
+    """What an extraction did, over all processes."""
 
     extracted: int = 0  # images processed by this call
     existing: int = 0  # images processed by earlier calls
@@ -112,20 +113,25 @@ def _extract_locked(
         lock: gets the lock of the folder.
 
     Returns:
-        a summary, and whether this process has merged the files of the single images, which are then of no use.
+        A summary, and whether this process has merged the files of the single images, which are then of no use.
     """
     # only the main process lists the folder, or others could see files that it has just written
-    found: list[Any] = [_prepare(job, lock) if accelerator.is_main_process else None]
-    missing, is_complete = broadcast_object_list(found)[0]
+    state: Any = None
+    if accelerator.is_main_process:
+        state = _prepare(job, lock)
+    [(missing, is_complete)] = broadcast_object_list([state])
     by_id = {image.id: image for image in job.images}
-    own = [by_id[image_id] for image_id in missing[accelerator.process_index :: accelerator.num_processes]]
-    gathered = gather_object([_extract_own(job, own, accelerator)])
-    failures = {image_id: reason for one in gathered for image_id, reason in one.failures.items()}
+    ids_here = missing[accelerator.process_index :: accelerator.num_processes]
+    summary_here = _extract_in_process(job, [by_id[image_id] for image_id in ids_here], accelerator)
+    summaries = gather_object([summary_here])
+    failures: dict[str, str] = {}
+    for process_summary in summaries:
+        failures |= process_summary.failures
     summary = ExtractionSummary(
-        extracted=sum(one.extracted for one in gathered),
+        extracted=sum(process_summary.extracted for process_summary in summaries),
         existing=len(job.images) - len(missing),
         failures={image.id: failures[image.id] for image in job.images if image.id in failures},
-        below_minimum=sum(one.below_minimum for one in gathered),
+        below_minimum=sum(process_summary.below_minimum for process_summary in summaries),
     )
     must_merge = accelerator.is_main_process and not is_complete and len(failures) < len(job.images)
     if must_merge:
@@ -140,11 +146,13 @@ def _prepare(job: ExtractionJob, lock: contextlib.ExitStack) -> tuple[list[str],
     """Create or check the output, and lock it.
 
     Returns:
-        ids of images without features, and whether the output needs no merging.
+        Ids of images without features, and whether the output needs no merging.
     """
     check_format(job.layout, job.output)
-    folder, stamp, image_ids = job.folder, json.loads(json.dumps(job.stamp)), {image.id for image in job.images}
-    if job.given is not None and not job.given.keys() & image_ids:
+    folder = job.folder
+    stamp = json.loads(json.dumps(job.stamp))  # as it will be read, with lists in place of tuples
+    image_ids = {image.id for image in job.images}
+    if job.given_boxes is not None and not job.given_boxes.keys() & image_ids:
         raise UserError("The file of given boxes has no boxes for any of the images; give the matching file.")
     if job.layout != "npz" and job.output.exists():
         store = open_features(job.output)
@@ -164,31 +172,33 @@ def _prepare(job: ExtractionJob, lock: contextlib.ExitStack) -> tuple[list[str],
     for cut_off in folder.rglob("*.part"):
         cut_off.unlink()
     if (folder / STAMP_NAME).is_file():
-        before = read_json(folder / STAMP_NAME, dict[str, Any])
-        changed = sorted(key for key in {*before, *stamp} if before.get(key) != stamp.get(key))
+        stamp_before = read_json(folder / STAMP_NAME, dict[str, Any])
+        changed = sorted(key for key in {*stamp_before, *stamp} if stamp_before.get(key) != stamp.get(key))
         if changed:
             raise UserError(
                 f"{folder} was started with other settings ({', '.join(changed)}); use them, or another output"
             )
-    there = npz_names(folder)
-    if there and not (folder / STAMP_NAME).is_file():
+    extracted = npz_names(folder)
+    if extracted and not (folder / STAMP_NAME).is_file():
         raise UserError(
             f"{folder} has features but no {STAMP_NAME}, which says how they were extracted; choose another output"
         )
-    _check_same_images(job, there)
+    _check_same_images(job, extracted)
     write_json(folder / STAMP_NAME, stamp)
-    return [image.id for image in job.images if image.id not in there], job.layout == "npz"
+    missing = [image.id for image in job.images if image.id not in extracted]
+    return missing, job.layout == "npz"
 
 
 def _check_image_sizes(job: ExtractionJob, store: FeatureStore) -> None:
     """Raise a UserError if a complete file is of other images with the same ids, judged by the sizes of some images."""
-    for image in job.images[:: max(len(job.images) // IMAGES_COMPARED, 1)]:
+    step = max(len(job.images) // IMAGES_COMPARED, 1)
+    for image in job.images[::step]:
         try:
             size = load_image(image.path, annotated_size=image.annotated_size).shape[:2]
         except (ValueError, OSError):  # a missing image says nothing
             continue
         stored = store[image.id].image_size
-        if sorted(stored) != sorted(size):  # features may be of the photo without its EXIF rotation
+        if sorted(stored) != sorted(size):  # features may be of the image without its EXIF rotation
             raise UserError(
                 f"{job.output} has features of another image {image.id}, of {stored[1]} x {stored[0]} pixels; "
                 f"{image.path} has {size[1]} x {size[0]}. Choose an output for each set of images"
@@ -201,10 +211,13 @@ def _check_same_images(job: ExtractionJob, extracted: Collection[str]) -> None:
     Images are told apart by the sizes of their files, so that the files may be moved between two calls.
     """
     path = job.folder / IMAGE_FILES_NAME
-    bytes_before = read_json(path, dict[str, int]) if path.is_file() else {}
+    bytes_before: dict[str, int] = {}
+    if path.is_file():
+        bytes_before = read_json(path, dict[str, int])
     num_bytes = {image.id: image.path.stat().st_size for image in job.images if image.path.is_file()}
     for image in job.images:
-        before, now = bytes_before.get(image.id), num_bytes.get(image.id)
+        before = bytes_before.get(image.id)
+        now = num_bytes.get(image.id)
         if image.id in extracted and None not in (before, now) and before != now:
             raise UserError(
                 f"{job.folder} has features of another image {image.id}, whose file had {before:,} bytes; {image.path} "
@@ -213,7 +226,7 @@ def _check_same_images(job: ExtractionJob, extracted: Collection[str]) -> None:
     write_json(path, bytes_before | num_bytes)
 
 
-def _extract_own(job: ExtractionJob, images: list[ListedImage], accelerator: Accelerator) -> ExtractionSummary:
+def _extract_in_process(job: ExtractionJob, images: list[ListedImage], accelerator: Accelerator) -> ExtractionSummary:
     """Extract the features of this process's images and write their `.npz` files."""
     extractor = RegionExtractor(job.source.detector.eval().to(accelerator.device), job.settings)
     summary = ExtractionSummary()
@@ -222,9 +235,10 @@ def _extract_own(job: ExtractionJob, images: list[ListedImage], accelerator: Acc
         with accelerator.autocast():
             records = extractor(batch)
         for record in records:
-            path = job.file_of(record.image_id)
-            save_npz(path, record, job.stamp if job.layout == "npz" else None)
-            summary.below_minimum += job.given is None and len(record) < job.settings.selection_rule.min_regions
+            stamp = job.stamp if job.layout == "npz" else None  # a single file has one stamp
+            save_npz(job.file_of(record.image_id), record, stamp)
+            if job.given_boxes is None and len(record) < job.settings.selection_rule.min_regions:
+                summary.below_minimum += 1
         summary.extracted += len(records)
         bar.update(len(batch))
     bar.close()
@@ -235,30 +249,34 @@ class _ImageFiles(Dataset):
     """The images of one process; for an unreadable image, its id and the reason."""
 
     def __init__(self, job: ExtractionJob, images: list[ListedImage]) -> None:
-        self.images, self.given, self.resize = images, job.given, job.source.resize
+        self.images = images
+        self.given_boxes = job.given_boxes
+        self.resize = job.source.resize
         self.channel_order = job.source.detector.config.input.format
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, index: int) -> InputImage | tuple[str, str]:
-        image, given = self.images[index], None
+        image = self.images[index]
         annotated_size = image.annotated_size
-        if self.given is not None:
-            given = self.given.get(image.id, GivenBoxes(np.zeros((0, 4)), np.zeros(0, dtype=np.int64)))
-            annotated_size = given.annotated_size or annotated_size
+        boxes = None
+        if self.given_boxes is not None:
+            no_boxes = GivenBoxes(np.zeros((0, 4)), np.zeros(0, dtype=np.int64))
+            boxes = self.given_boxes.get(image.id, no_boxes)
+            annotated_size = boxes.annotated_size or annotated_size
         try:
             pixels, size = load_resized(image.path, self.resize, self.channel_order, annotated_size=annotated_size)
-            if given is not None and given.annotated_size not in (None, size):
-                height, width = given.annotated_size
+            if boxes is not None and boxes.annotated_size not in (None, size):
+                height, width = boxes.annotated_size
                 raise UserError(f"the boxes are of an image of {width} x {height} pixels, not {size[1]} x {size[0]}")
-            return InputImage(image.id, str(image.path), pixels, size, given)
+            return InputImage(image.id, str(image.path), pixels, size, boxes)
         except (ValueError, OSError) as error:
             return image.id, str(error)
 
 
 def _batches(job: ExtractionJob, images: list[ListedImage], failures: dict[str, str]) -> Iterator[list[InputImage]]:
-    """Batches of images of the same size: with padding, features would depend on the other images in a batch."""
+    """Yield batches of images of the same size: with padding, features would depend on the others in a batch."""
     workers = job.workers if images else 0
     if workers:
         atexit.register(kill_workers)
@@ -275,7 +293,8 @@ def _batches(job: ExtractionJob, images: list[ListedImage], failures: dict[str, 
         if len(waiting[size]) == job.batch_size:
             yield waiting.pop(size)
         elif sum(map(len, waiting.values())) >= WAITING_BATCHES * job.batch_size:
-            yield waiting.pop(max(waiting, key=lambda key: len(waiting[key])))
+            most_frequent_size, _ = max(waiting.items(), key=lambda entry: len(entry[1]))
+            yield waiting.pop(most_frequent_size)
     yield from waiting.values()
 
 
@@ -285,28 +304,33 @@ def _batches(job: ExtractionJob, images: list[ListedImage], failures: dict[str, 
 def make_stamp(
     source: LoadedDetector, settings: ExtractionSettings, *, boxes_file: Path | None = None, precision: str = "no"
 ) -> dict[str, Any]:
-    """The stamp of one extraction; `precision` is Accelerate's mixed precision."""
-    detector, is_given = source.detector, settings.rule == "given"
+    """Make the stamp of one extraction; `precision` is Accelerate's mixed precision."""
+    detector = source.detector
+    if source.weights is None:
+        weights = {"file": None, "file_sha256": None, "random_seed": source.seed}
+    else:
+        weights = {"file": source.weights.name, "file_sha256": file_sha256(source.weights), "random_seed": None}
+    if settings.rule == "given":
+        selection = None
+        features_of = "given boxes"
+    else:
+        selection = msgspec.to_builtins(settings.selection_rule)
+        features_of = settings.features_of
     return {
         "format": "e2e-vl region features 1",
         "backend": source.backend,
         "precision": precision,
         "detector": detector.config.to_flat(),
-        "weights": {
-            "file": None if source.weights is None else source.weights.name,
-            "file_sha256": None if source.weights is None else file_sha256(source.weights),
-            "random_seed": source.seed if source.weights is None else None,
-            "parameters_sha256": parameters_hash(detector),
-        },
+        "weights": {**weights, "parameters_sha256": parameters_hash(detector)},
         "channel_order": detector.config.input.format,
         "resize": dataclasses.asdict(source.resize),
         "box_rule": {
             "rule": settings.rule,
-            "selection": None if is_given else msgspec.to_builtins(settings.selection_rule),
+            "selection": selection,
             "nms_threshold": settings.nms_threshold,
             "boxes_sha256": boxes_file and file_sha256(boxes_file),
         },
-        "features_of": "given boxes" if is_given else settings.features_of,
+        "features_of": features_of,
         "attributes": settings.attributes,
         "image_feature": settings.image_feature,
         "feature_dim": detector.feature_dim,
@@ -315,7 +339,7 @@ def make_stamp(
 
 
 def parameters_hash(module: nn.Module) -> str:
-    """SHA-256 of the names, shapes and values of a state dict; equal for equal weights from different files."""
+    """Return the SHA-256 of a state dict's names, shapes and values; equal for equal weights of different files."""
     digest = hashlib.sha256()
     for name, value in sorted(module.state_dict().items()):
         if not name.endswith("num_batches_tracked"):

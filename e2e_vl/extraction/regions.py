@@ -45,19 +45,19 @@ class InputImage:
     name: str  # for error messages
     pixels: np.ndarray  # uint8 [h, w, 3]
     original_size: tuple[int, int]  # (height, width) of the image in the file, after its EXIF rotation
-    given: GivenBoxes | None = None  # boxes to extract, with the rule "given"
+    given_boxes: GivenBoxes | None = None  # boxes to extract, with the rule "given"
     # float32 [R, 4], the given boxes in pixels of the network input, clamped as in training on the same boxes
     boxes: np.ndarray | None = dataclasses.field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        if self.given is not None:
+        if self.given_boxes is not None:
             transform = ImageTransform(self.original_size, self.pixels.shape[:2])
-            self.boxes = transform.transform_and_clamp_boxes(self.given.boxes, self.name)
+            self.boxes = transform.transform_and_clamp_boxes(self.given_boxes.boxes, self.name)
 
 
 @dataclasses.dataclass
-class _Chosen:
-    """Boxes of one image in pixels of the resized image."""
+class _SelectedRegions:
+    """The boxes of one image that a rule selected, in pixels of the resized image."""
 
     boxes: Tensor  # float32 [R, 4]
     features: RoIFeatures | None = None  # None: to be pooled from the boxes
@@ -85,8 +85,11 @@ class RegionExtractor:
 
     @torch.no_grad()
     def __call__(self, images: Sequence[InputImage]) -> list[RegionFeatures]:
-        """Extract the regions of N images of the same size. Returns N records: with the rules "score" and "maxnms" best
-        score first, with "maxconf" in the order of `select_max_conf`, with "given" in the given order.
+        """Extract the regions of N images of the same size.
+
+        Returns:
+            N records: with the rules "score" and "maxnms" best score first, with "maxconf" in the order of
+            `select_max_conf`, with "given" in the given order.
         """
         batch = make_image_batch(
             [image.pixels for image in images],
@@ -96,17 +99,21 @@ class RegionExtractor:
         batch = normalise_images(batch, self.detector.config.input)
         maps = self.detector.features(batch)
         if self.settings.rule == "given":
-            chosen = [_Chosen(torch.from_numpy(image.boxes).to(batch.pixels.device)) for image in images]
+            selected = [_SelectedRegions(torch.from_numpy(image.boxes).to(batch.pixels.device)) for image in images]
         else:
-            chosen = [self._choose(*pair) for pair in zip(self._propose(maps, batch), images, strict=True)]
-        for one, features in zip(chosen, self._pool(maps, [one.boxes for one in chosen]), strict=True):
-            one.features = features if one.features is None else one.features
-        whole: list[Tensor | None] = [None] * len(images)
+            selected = []
+            for proposals, image in zip(self._propose(maps, batch), images, strict=True):
+                selected.append(self._select(proposals, image))
+        pooled = self._pool(maps, [regions.boxes for regions in selected])
+        for regions, features in zip(selected, pooled, strict=True):
+            if regions.features is None:
+                regions.features = features
+        image_features: list[Tensor | None] = [None] * len(images)
         if self.settings.image_feature:
             corners = batch.sizes.flip(1).to(batch.pixels) - 1  # the last pixel, as in VL-BERT
             boxes = torch.cat((torch.zeros_like(corners), corners), dim=1)[:, None]
-            whole = [features.region[0] for features in self._pool(maps, list(boxes))]
-        return [self._record(*one) for one in zip(images, chosen, whole, strict=True)]
+            image_features = [features.region[0] for features in self._pool(maps, list(boxes))]
+        return [self._record(*parts) for parts in zip(images, selected, image_features, strict=True)]
 
     def _pool(self, maps: FeatureMaps, boxes: list[Tensor]) -> list[RoIFeatures]:
         pooled = self.detector.describe(maps, to_rois(boxes))
@@ -121,89 +128,106 @@ class RegionExtractor:
         probs = logits.float().softmax(dim=1)[:, :-1]
         refined = decode_deltas(deltas, torch.cat(boxes), detector.config.roi_heads.box_weights)
         refined = refined.unflatten(1, (-1, 4)).expand(-1, probs.shape[1], -1)  # one box may serve all classes
-        split = (tensor.split([len(rows) for rows in boxes]) for tensor in (pooled, probs, refined))
-        return [_Proposals(*one) for one in zip(boxes, *split, strict=True)]
+        counts = [len(rows) for rows in boxes]
+        split = [tensor.split(counts) for tensor in (pooled, probs, refined)]
+        return [_Proposals(*parts) for parts in zip(boxes, *split, strict=True)]
 
-    def _choose(self, found: _Proposals, image: InputImage) -> _Chosen:
-        if len(found.boxes) == 0:
-            none = found.boxes.new_zeros(0)
-            return _Chosen(found.boxes, found.features, none, none.long())
+    def _select(self, proposals: _Proposals, image: InputImage) -> _SelectedRegions:
+        """Select regions of an image by the rules "score", "maxconf" and "maxnms"."""
+        if len(proposals.boxes) == 0:
+            empty = proposals.boxes.new_zeros(0)
+            return _SelectedRegions(proposals.boxes, proposals.features, empty, empty.long())
         is_final = self.settings.features_of == "final"
-        rule, size = self.settings.rule, image.pixels.shape[:2]
+        rule = self.settings.rule
+        size = image.pixels.shape[:2]
         if rule == "score":
-            rows, classes, boxes = self._detections(found, size)
+            rows, classes, boxes = self._select_detections(proposals, size)
         else:
-            best_boxes, best_scores, best_classes = best_class_boxes(found.probs, found.refined, size)
-            usable = torch.arange(len(found.boxes), device=found.boxes.device)
-            if is_final or rule == "maxnms":
+            best_boxes, best_scores, best_classes = best_class_boxes(proposals.probs, proposals.refined, size)
+            takes_best_boxes = is_final or rule == "maxnms"
+            if takes_best_boxes:
                 usable = (torch.isfinite(best_boxes).all(dim=1) & is_larger(best_boxes)).nonzero()[:, 0]
-            if rule == "maxnms":
-                kept, _ = select_max_nms(best_boxes[usable], best_scores[usable], self.settings.selection_rule)
             else:
-                in_original = resize_boxes(found.boxes[usable], size, image.original_size)
-                kept = select_max_conf(
-                    in_original, found.probs[usable], self.settings.selection_rule, self.settings.nms_threshold
+                usable = torch.arange(len(proposals.boxes), device=proposals.boxes.device)
+            if rule == "maxnms":
+                selected, _ = select_max_nms(best_boxes[usable], best_scores[usable], self.settings.selection_rule)
+            else:
+                in_original = resize_boxes(proposals.boxes[usable], size, image.original_size)
+                selected = select_max_conf(
+                    in_original, proposals.probs[usable], self.settings.selection_rule, self.settings.nms_threshold
                 )
-            rows = usable[kept]
+            rows = usable[selected]
             classes = best_classes[rows]
-            boxes = best_boxes[rows] if is_final or rule == "maxnms" else found.boxes[rows]
-        features = None if is_final else found.features.apply(lambda values: values[rows])
-        return _Chosen(boxes, features, found.probs[rows, classes], classes)
+            boxes = best_boxes[rows] if takes_best_boxes else proposals.boxes[rows]
+        features = None  # of the final boxes: not pooled yet
+        if not is_final:
+            features = proposals.features.apply(lambda values: values[rows])
+        return _SelectedRegions(boxes, features, proposals.probs[rows, classes], classes)
 
-    def _detections(self, found: _Proposals, size: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows of proposals, classes and boxes [R, 4] of the detections that the rule "score" keeps."""
-        probs = found.probs
+    def _select_detections(self, proposals: _Proposals, size: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Select detections by the rule "score"; returns their proposals' rows, their classes and boxes [R, 4]."""
+        probs = proposals.probs
         rows, classes = select_candidate_pairs(probs)
-        boxes = clip_boxes_to_image(found.refined[rows, classes], size)
+        boxes = clip_boxes_to_image(proposals.refined[rows, classes], size)
         usable = torch.isfinite(boxes).all(dim=1) & is_larger(boxes)
-        rows, classes, boxes = rows[usable], classes[usable], boxes[usable]
+        rows = rows[usable]
+        classes = classes[usable]
+        boxes = boxes[usable]
         scores = probs[rows, classes]
-        kept = batched_nms(boxes, scores, classes, self.detector.config.roi_heads.nms_thresh)
-        kept = kept[nms(boxes[kept], scores[kept], SAME_PLACE)]
-        kept = kept[select_regions(scores[kept], self.settings.selection_rule)]
-        return rows[kept], classes[kept], boxes[kept]
+        selected = batched_nms(boxes, scores, classes, self.detector.config.roi_heads.nms_thresh)
+        selected = selected[nms(boxes[selected], scores[selected], SAME_PLACE)]
+        selected = selected[select_regions(scores[selected], self.settings.selection_rule)]
+        return rows[selected], classes[selected], boxes[selected]
 
-    def _record(self, image: InputImage, chosen: _Chosen, image_feature: Tensor | None) -> RegionFeatures:
+    def _record(self, image: InputImage, regions: _SelectedRegions, image_feature: Tensor | None) -> RegionFeatures:
         predictor = self.detector.roi_heads.box_predictor
-        logits = predictor.class_logits(chosen.features.predictor)
-        scores, classes = chosen.scores, chosen.classes
+        logits = predictor.class_logits(regions.features.predictor)
+        scores = regions.scores
+        classes = regions.classes
         if scores is None:
             scores, classes = logits.softmax(dim=1)[:, :-1].max(dim=1)
-        attributes = attribute_scores = None
+        attributes = None
+        attribute_scores = None
         if self.settings.attributes:  # "no attribute" is dropped before the softmax
-            by_region = predictor.attributes(chosen.features.predictor, logits.argmax(dim=1))[:, :-1]
-            attribute_scores, attributes = by_region.softmax(dim=1).max(dim=1)
-        if image.given is None:
-            boxes = resize_boxes(chosen.boxes, image.pixels.shape[:2], image.original_size)
+            attribute_logits = predictor.attributes(regions.features.predictor, logits.argmax(dim=1))[:, :-1]
+            attribute_scores, attributes = attribute_logits.softmax(dim=1).max(dim=1)
+        box_ids = None
+        if image.given_boxes is None:
+            boxes = resize_boxes(regions.boxes, image.pixels.shape[:2], image.original_size)
         else:
-            boxes = torch.from_numpy(image.given.boxes)  # not scaled back, which would add rounding errors
+            boxes = torch.from_numpy(image.given_boxes.boxes)  # not scaled back, which would add rounding errors
+            box_ids = image.given_boxes.ids
         return RegionFeatures(
             image_id=image.id,
             image_size=image.original_size,
             boxes=_array(clip_boxes_to_image(boxes, image.original_size)),
-            features=_array(chosen.features.region),
+            features=_array(regions.features.region),
             scores=_array(scores),
             classes=_array(classes),
             attributes=_array(attributes),
             attribute_scores=_array(attribute_scores),
-            box_ids=None if image.given is None else image.given.ids,
+            box_ids=box_ids,
             image_feature=_array(image_feature),
         )
 
 
 def _array(values: Tensor | None) -> np.ndarray | None:
-    """A numpy array; floats become float32."""
+    """Convert a tensor to a numpy array; floats become float32."""
     if values is None:
         return None
-    return (values.float() if values.is_floating_point() else values).cpu().numpy()
+    if values.is_floating_point():
+        values = values.float()
+    return values.cpu().numpy()
 
 
 def select_candidate_pairs(probs: Tensor) -> tuple[Tensor, Tensor]:
-    """Candidate detections, as (proposal, class) pairs: the most probable ones, and each proposal's best class.
+    """Select candidate detections, (proposal, class) pairs: the most probable ones and each proposal's best class.
 
     With many classes, a few confident proposals could fill `MAX_CANDIDATES`; the best class of every proposal ensures
-    that the rule's minimum number is reached. Returns int64 [pairs] rows of proposals and int64 [pairs] classes, in the
-    order of the rows.
+    that the rule's minimum number is reached.
+
+    Returns:
+        int64 [pairs] rows of proposals and int64 [pairs] classes, in the order of the rows.
     """
     num_classes = probs.shape[1]
     most_probable = probs.flatten().topk(min(probs.numel(), MAX_CANDIDATES)).indices
@@ -234,7 +258,7 @@ class LoadedDetector:
     drawn_scenes: SyntheticSettings = dataclasses.field(default_factory=SyntheticSettings)
 
     def with_names(self, class_names: str | Path | None, attribute_names: str | Path | None) -> LoadedDetector:
-        """The same detector, with class and attribute names from text files, see `read_vocabulary`."""
+        """Return the same detector, with class and attribute names from text files, see `read_vocabulary`."""
         if class_names is not None:
             self.detector.class_names = read_vocabulary(class_names, self.detector.num_classes, "classes")
         if attribute_names is None:
@@ -265,17 +289,20 @@ def open_detector(
     backend = backend or "builtin"
     cls = DETECTORS[backend].cls
     settings = DetectorConfig.from_yaml(find_config(config))
-    weights = None if weights is None else find_weights(weights)  # before the network is built, which takes seconds
+    if weights is not None:
+        weights = find_weights(weights)  # before the network is built, which takes seconds
     if max_proposals is not None:
         changes = {"MODEL.RPN.POST_NMS_TOPK_TEST": min(settings.rpn.post_nms_topk_test, max_proposals)}
         settings = DetectorConfig.from_flat(settings.to_flat() | changes, str(config))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         detector = cls(settings).eval()
+    warning = RANDOM_WEIGHTS
     if weights is not None:
         load_checkpoint(detector, weights)
+        warning = ""
     resize = resize or ResizeRule(settings.input.min_size_test, settings.input.max_size_test, rounding)
-    return LoadedDetector(detector, resize, backend, weights, seed, warning=RANDOM_WEIGHTS if weights is None else "")
+    return LoadedDetector(detector, resize, backend, weights, seed, warning=warning)
 
 
 def find_detector(
@@ -297,9 +324,12 @@ def find_detector(
         raise UserError(f"A detector is loaded by a name or a path, not by a {type(source).__name__}.")
     if Path(source) == Path("demo") and not Path(source).exists():
         source = DEMO
-    weights, published, rounding = resolve_weights(source), None, "detectron2"
+    weights = resolve_weights(source)
+    published = None
+    rounding = "detectron2"
     if isinstance(weights, PublishedWeights):
-        published, weights = weights, weights.name
+        published = weights
+        weights = published.name
     elif config is None:
         if weights.is_file():  # a copy of a published file, with its name
             published = find_published_weights(weights)
@@ -313,7 +343,8 @@ def find_detector(
                 f"{published.name} is a backbone trained on ImageNet, not a detector; give a detector, or train from "
                 "this backbone with detector.weights and detector.expect=backbone."
             )
-        config, rounding = config or published.config_path, published.rounding
+        config = config or published.config_path
+        rounding = published.rounding
     if config is None:
         find_weights(weights)  # raises an error if the file is missing
         raise UserError(f"{weights}: there is no config beside the weights; give the detector's Detectron2 YAML file.")
@@ -323,7 +354,7 @@ def find_detector(
 def detector_of_run(
     run_dir: str | Path, *, backend: str | None = None, max_proposals: int | None = None
 ) -> LoadedDetector:
-    """The trained detector of a run directory or saved model folder, with the image size of the run's evaluation."""
+    """Load the trained detector of a run directory or saved model, with the image size of the run's evaluation."""
     folder = find_model_folder(Path(run_dir))
     config = load_config(folder / "config.yaml")
     if config.detector.backend not in BACKENDS:
@@ -343,21 +374,24 @@ def detector_of_run(
 
 
 def extract_image(
-    image: str | Path | ImageBytes, source: LoadedDetector, rule: SelectionRule, given: AnnotatedObjects | None = None
+    image: str | Path | ImageBytes, source: LoadedDetector, rule: SelectionRule, objects: AnnotatedObjects | None = None
 ) -> RegionFeatures:
-    """The regions of one image by the rule "score", best score first, or the `given` boxes in their order.
+    """Extract the regions of one image by the rule "score", best score first, or those of `objects` in their order.
 
     This is bulk extraction with a batch of one. Attributes are predicted if the source has names for them. The features
     are of the proposals or of the final boxes, according to the config's MODEL.ROI_HEADS.FEATURES_OF.
     """
     config = source.detector.config
-    content, name = (image.content, image.name) if isinstance(image, ImageBytes) else (image, str(image))
+    content = image.content if isinstance(image, ImageBytes) else image
+    name = str(image)
     pixels, size = load_resized(content, source.resize, config.input.format, name)
-    attributes, boxes = source.attribute_names is not None, None
-    settings = ExtractionSettings("score", rule, config.roi_heads.features_of, attributes)
-    if given is not None:
-        require_inside(given.boxes, size, given.origin, name)
+    attributes = source.attribute_names is not None
+    if objects is None:
+        settings = ExtractionSettings("score", rule, config.roi_heads.features_of, attributes)
+        boxes = None
+    else:
+        require_inside(objects.boxes, size, objects.origin, name)
         settings = ExtractionSettings("given", attributes=attributes)
-        boxes = GivenBoxes(np.asarray(given.boxes, dtype=np.float64), np.arange(len(given)))
+        boxes = GivenBoxes(np.asarray(objects.boxes, dtype=np.float64), np.arange(len(objects)))
     [regions] = RegionExtractor(source.detector, settings)([InputImage(Path(name).stem, name, pixels, size, boxes)])
     return regions

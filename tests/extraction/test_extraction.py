@@ -284,7 +284,7 @@ def test_given_boxes(make_job, source, input_of):
     boxes = np.array([[3.2, 4, 50, 60.7], [0, 0, 200, 300], [10, 10, 12, 30]])
     given = {"0": GivenBoxes(boxes, np.array([5, 4, 9])), "3": GivenBoxes(boxes + 500, np.array([1, 2, 3]))}
     settings = ExtractionSettings("given", image_feature=True)
-    summary = extract(make_job("hdf5", settings=settings, given=given))
+    summary = extract(make_job("hdf5", settings=settings, given_boxes=given))
     assert summary.extracted == 4 and list(summary.failures) == ["3"] and "lies outside" in summary.failures["3"]
     store = open_features(make_job("hdf5").output)
     assert store.ids == ["0", "1", "2", "4"] and len(store["1"]) == 0
@@ -311,13 +311,13 @@ def test_given_boxes_of_a_photo_annotated_without_its_exif_rotation(make_job, tm
         path = tmp_path / f"{name}.png"
         stored.save(path, **options)
         images = [ListedImage(name, path)]
-        extract(dataclasses.replace(job, images=images, given={name: boxes}, output=job.output.with_name(name)))
+        extract(dataclasses.replace(job, images=images, given_boxes={name: boxes}, output=job.output.with_name(name)))
         seen[name] = open_features(job.output.with_name(name))[name]
     assert seen["plain"].image_size == seen["rotated"].image_size == size
     np.testing.assert_array_equal(seen["plain"].features, seen["rotated"].features)
     other = dataclasses.replace(job, output=job.output.with_name("other"), images=[photo])
     wrong = dataclasses.replace(boxes, annotated_size=(9, 9))
-    [failure] = extract(dataclasses.replace(other, given={photo.id: wrong})).failures.values()
+    [failure] = extract(dataclasses.replace(other, given_boxes={photo.id: wrong})).failures.values()
     assert "9 x 9" in failure
 
 
