@@ -58,7 +58,7 @@ class PairStatement(TextRecord):
 def read_examples(path: str | Path) -> list[PairStatement]:
     """Read all lines; exact repeats are skipped, and their number is logged."""
     skipped = SkippedRecords(path)
-    examples = drop_repeats(stream_lines(path, PairStatement), skipped, "examples")
+    examples = list(drop_repeats(stream_lines(path, PairStatement), skipped, "examples"))
     skipped.log()
     if not examples:
         raise UserError(f"{path} has no examples; download it again.")

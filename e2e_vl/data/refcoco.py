@@ -157,7 +157,7 @@ def read_expressions(path: str | Path, instances: CocoInstances) -> list[Express
                 family=sentence.family or ref.family,
             )
             expressions.append(expression)
-    distinct = drop_repeats(expressions, skipped, "sentences")
+    distinct = list(drop_repeats(expressions, skipped, "sentences"))
     skipped.log()
     return distinct
 

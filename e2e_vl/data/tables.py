@@ -45,14 +45,11 @@ class SerializedList(Sequence, Generic[Item]):
     """
 
     def __init__(self, items: Iterable[Item], type: Any) -> None:
-        encode = msgspec.msgpack.Encoder().encode
+        encoder = msgspec.msgpack.Encoder()
         data = bytearray()
         ends = array("q", [0])
         for item in items:
-            try:
-                data += encode(item)
-            except OverflowError as error:
-                raise UserError(f"{item}: a number has more than 64 bits; write it as a string") from error
+            data += _encode(encoder, item)
             ends.append(len(data))
         self._data = np.frombuffer(bytes(data), dtype=np.uint8)
         self._ends = np.frombuffer(ends, dtype=np.int64)
@@ -80,6 +77,13 @@ class SerializedList(Sequence, Generic[Item]):
 
     def _item(self, row: int) -> Item:
         return msgspec.msgpack.decode(self.encoded_item(row), type=self._type)
+
+
+def _encode(encoder: msgspec.msgpack.Encoder, item: Any) -> bytes:
+    try:
+        return encoder.encode(item)
+    except OverflowError as error:
+        raise UserError(f"{item}: a number has more than 64 bits; write it as a string") from error
 
 
 class RowIndex:
@@ -181,22 +185,26 @@ class SkippedRecords:
             logger.warning("%s: skipped %s %s: %s", self._path, f"{count:,}", reason, ", ".join(examples))
 
 
-def drop_repeats(records: Iterable[Item], skipped: SkippedRecords, what: str) -> list[Item]:
-    """Keep the first of equal records; one that repeats an id with other contents stays, for `require_unique`.
+def drop_repeats(records: Iterable[Item], skipped: SkippedRecords, what: str) -> Iterator[Item]:
+    """Yield the records without exact repeats of an earlier one.
+
+    A record that repeats an id with other contents is not dropped; `require_unique` refuses it afterwards. Only hashes
+    of the records are kept, since there may be more records than fit into memory.
 
     Args:
-        records: records with an `id`.
+        records: Structs with an `id`.
         what: the plural of the records for the log, such as "questions".
     """
-    first_of: dict[int | str, Item] = {}
-    distinct = []
+    encoder = msgspec.msgpack.Encoder(order="deterministic")
+    first_hashes: dict[int | str, bytes] = {}
     for record in records:
-        earlier = first_of.setdefault(record.id, record)
-        if earlier is not record and earlier == record:
+        content_hash = hashlib.blake2b(_encode(encoder, record), digest_size=16).digest()
+        if record.id not in first_hashes:
+            first_hashes[record.id] = content_hash
+        elif first_hashes[record.id] == content_hash:
             skipped.add(f"{what} that repeat an earlier one", record.id)
             continue
-        distinct.append(record)
-    return distinct
+        yield record
 
 
 class TextGroups(Sequence):

@@ -21,8 +21,8 @@ from e2e_vl.config import BoxSource
 from e2e_vl.data.base import DataFiles, DataNeeds, VLDataset
 from e2e_vl.data.box_checks import require_pixels
 from e2e_vl.data.config import CLASS_NAMES, VCROptions
-from e2e_vl.data.tables import SerializedList, SkippedRecords, TextGroups, stream_lines
-from e2e_vl.io import Count, Name, Pixel, Record, Side
+from e2e_vl.data.tables import SerializedList, SkippedRecords, TextGroups, drop_repeats, stream_lines
+from e2e_vl.io import Count, Name, Pixel, Record, Side, require_unique
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, CorrectChoice, Sample, SampleImage, Sentence
 
 CHOICES = 4
@@ -45,6 +45,10 @@ class VCRQuestion(Record):
     answer_label: _Label = None
     rationale_label: _Label = None
     family: str | None = None  # kind of question, in synthetic data only
+
+    @property
+    def id(self) -> str:
+        return self.annot_id
 
     def lacks(self, labels: Sequence[str]) -> bool:
         return any(getattr(self, label) is None for label in labels)
@@ -94,27 +98,18 @@ def read_questions(path: str | Path) -> SerializedList[VCRQuestion]:
             list.
     """
     ids: list[str] = []
-    questions = SerializedList(_checked_questions(path, ids), VCRQuestion)
+    skipped = SkippedRecords(path)
+    questions = SerializedList(_distinct_questions(path, skipped, ids), VCRQuestion)
+    skipped.log()
     if not len(questions):
         raise UserError(f"{path} has no questions; download it again.")
-    if len(set(ids)) == len(ids):
-        return questions
-    skipped = SkippedRecords(path)
-    first_rows: dict[str, int] = {}
-    for row, annot_id in enumerate(ids):
-        first_row = first_rows.setdefault(annot_id, row)
-        if first_row == row:
-            continue
-        if not np.array_equal(questions.encoded_item(row), questions.encoded_item(first_row)):
-            raise UserError(f"{path}: two questions have the annot_id {annot_id}; give each question its own id.")
-        skipped.add("questions that repeat an earlier one", annot_id)
-    skipped.log()
-    return SerializedList((questions[row] for row in first_rows.values()), VCRQuestion)
+    require_unique(ids, f"{path}: the annot_id", "give each question its own id")
+    return questions
 
 
-def _checked_questions(path: str | Path, ids: list[str]) -> Iterator[VCRQuestion]:
-    """The questions of a file, whose ids are added to `ids`."""
-    for question in stream_lines(path, VCRQuestion):
+def _distinct_questions(path: str | Path, skipped: SkippedRecords, ids: list[str]) -> Iterator[VCRQuestion]:
+    """Yield the questions of a file, and add their ids to `ids`."""
+    for question in drop_repeats(stream_lines(path, VCRQuestion), skipped, "questions"):
         last = max(find_mentioned_objects(question.sentences), default=-1)
         if last >= len(question.objects):
             raise UserError(

@@ -132,7 +132,7 @@ def read_questions(questions: Path, annotations: Path | None = None, split: str 
                 question.most_frequent = Counter(question.answers).most_common(1)[0][0]
             question.answer_type, question.question_type = answer.answer_type, answer.question_type
         found.append(question)
-    distinct = drop_repeats(found, skipped, "questions")
+    distinct = list(drop_repeats(found, skipped, "questions"))
     skipped.log()
     return distinct
 

@@ -83,7 +83,7 @@ def test_a_repeated_question_is_skipped_and_one_id_of_two_is_named(tiny, caplog)
     assert len(tiny.dataset()) == len(lines)
     assert f"skipped 1 questions that repeat an earlier one: {lines[0]['annot_id']}" in caplog.text
     tiny.lines[-1] = lines[0] | {"question": ["Who", "?"]}
-    with refused("val.jsonl", f"two questions have the annot_id {lines[0]['annot_id']}"):
+    with refused("val.jsonl", f"the annot_id {lines[0]['annot_id']} is listed twice"):
         tiny.dataset()
 
 
