@@ -31,12 +31,10 @@ from e2e_vl.data.batching import ExampleDataset, collate
 from e2e_vl.data.image_loader import ImageLoader, ImageRules, open_boxes_of
 from e2e_vl.encoders.base import Encoder
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.parts import DATASETS, DETECTORS, ENCODERS, OBJECTIVES, TASKS
+from e2e_vl.parts import DATASETS, DETECTORS, ENCODERS, TASKS, Settings
 from e2e_vl.structures import Ability, Batch
 from e2e_vl.synthetic.generate import make_scenes
 from e2e_vl.tasks.base import Sizes, Task
-from e2e_vl.tasks.config import PretrainingConfig
-from e2e_vl.tasks.objectives.base import Objective
 from e2e_vl.tasks.phrase_head import PhraseHead
 from e2e_vl.text import TextTokenizer, build_vocabulary, load_tokenizer
 from e2e_vl.weights.base import WeightAdapter
@@ -279,24 +277,23 @@ def build_encoder(config: RunConfig, vocab_size: int, feature_dim: int) -> Encod
 
 def build_task(config: RunConfig, sizes: Sizes) -> Task:
     """The task with random weights."""
-    task_class, settings = TASKS[config.task.name].cls, config.task.config
-    if task_class.vocabulary_class is not None:
-        settings = msgspec.structs.replace(settings, answers=load_answers(config))
-    if not task_class.sums_objectives:
-        return task_class.build(sizes, settings)
-    return task_class.build(sizes, settings, build_objectives(settings.objectives, sizes))
+    return TASKS[config.task.name].cls.build(sizes, read_answer_lists(config))
 
 
-def build_objectives(settings: Mapping[str, Any], sizes: Sizes) -> dict[str, Objective]:
-    """The objectives with a non-zero weight, in the order of `OBJECTIVES`; see `PretrainingConfig.objectives`."""
-    objectives = {}
-    for name, own in PretrainingConfig(objectives=dict(settings)).objectives.items():
-        path = getattr(own, "answers", None)
+def read_answer_lists(config: RunConfig) -> Settings:
+    """Return the settings of the task, with lists of answers in place of their files."""
+    replace = msgspec.structs.replace
+    settings = config.task.config
+    if TASKS[config.task.name].cls.vocabulary_class is not None:
+        return replace(settings, answers=load_answers(config))
+    if not hasattr(settings, "objectives"):
+        return settings
+    objectives = dict(settings.objectives)
+    for name, objective in objectives.items():
+        path = getattr(objective, "answers", None)
         if isinstance(path, str):
-            own = msgspec.structs.replace(own, answers=read_answers(path, own.answer_sources))
-        if own.weight:
-            objectives[name] = OBJECTIVES[name].cls(sizes, own)
-    return objectives
+            objectives[name] = replace(objective, answers=read_answers(path, objective.answer_sources))
+    return replace(settings, objectives=objectives)
 
 
 # The data of a run: texts, images and batches.

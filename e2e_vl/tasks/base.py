@@ -147,6 +147,8 @@ class HeadInit:
     # all other rows become zero
     answer_rows: tuple[str, str] | None = None
     otherwise: HeadInit | None = None  # the rule for a head with none of these parameters
+    # modules of this head that the other one lacks keep their random initialisation
+    allows_new_modules: bool = False
     # this head's, with a row per region class; `task.config.has_background_last`: the last class is the background
     region_classes: tuple[str, ...] = ()
 
@@ -218,7 +220,6 @@ class Task(nn.Module, abc.ABC):
     batches_questions: ClassVar[bool] = True  # answers several questions in one batch
     # of a task whose config has `answers`, a vocabulary that may be built from the data with `min_answer_count`
     vocabulary_class: ClassVar[type[AnswerVocabulary] | None] = None
-    sums_objectives: ClassVar[bool] = False  # its config has `objectives`, which are passed to `build`
     blind_without_boxes: ClassVar[bool] = False  # the image-blind control gets no candidate boxes either
     starts_from: ClassVar[HeadInit | None] = None  # initialisation of its head from another task's; None: impossible
     transferable: ClassVar[tuple[str, ...]] = ()  # parameter prefixes that may initialise other tasks' heads
@@ -235,7 +236,7 @@ class Task(nn.Module, abc.ABC):
 
     @classmethod
     def build(cls, sizes: Sizes, config: Any) -> Self:
-        """Build the task; with `sums_objectives`, the objectives by name are a third argument."""
+        """Build the task from its settings, in which lists of answers have been read."""
         return cls(sizes.hidden_size, config)
 
     @classmethod

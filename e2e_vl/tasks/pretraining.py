@@ -19,7 +19,7 @@ from typing_extensions import override
 from detector.errors import UserError
 from detector.structures import Detector
 from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, by_name
-from e2e_vl.parts import TASKS
+from e2e_vl.parts import OBJECTIVES, TASKS
 from e2e_vl.region_masking import RegionMasking
 from e2e_vl.samples import ChoiceText, CorrectChoice, DatasetInfo, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
@@ -142,18 +142,30 @@ class PretrainingPreprocessor(Preprocessor):
         return PretrainingTargets({name: part.targets(draft, encoding) for name, part in self.parts.items()})
 
 
+def build_objectives(settings: Mapping[str, Any], sizes: Sizes) -> dict[str, Objective]:
+    """Build the objectives with a non-zero weight, in the order of `OBJECTIVES`.
+
+    `settings`: see `PretrainingConfig.objectives`.
+    """
+    objectives: dict[str, Objective] = {}
+    for name, config in PretrainingConfig(objectives=dict(settings)).objectives.items():
+        if config.weight:
+            objectives[name] = OBJECTIVES[name].cls(sizes, config)
+    return objectives
+
+
 class PretrainingTask(Task):
     """The sum of several objectives. Each loss is a mean over the labelled items of the batch; 0 if there are none."""
 
     example_call = '"photo.jpg", "a [MASK] on a table"'
     batches_questions = False  # predictions for [MASK] and masked regions are made for one text at a time
-    sums_objectives = True
     prediction_class = PretrainingPrediction
     transferable = ("",)
     starts_from = HeadInit(
         copies={"word_head.": "word_head.", "relationship.": "relationship."},
         random=("",),
         region_classes=("masked_regions.output.",),
+        allows_new_modules=True,
     )
 
     def __init__(self, sizes: Sizes, config: PretrainingConfig, objectives: Mapping[str, Objective]):
@@ -183,8 +195,9 @@ class PretrainingTask(Task):
             self.instance_masks = choice_task.instance_masks
 
     @classmethod
-    def build(cls, sizes: Sizes, config: PretrainingConfig, objectives: Mapping[str, Objective]) -> Self:
-        return cls(sizes, config, objectives)
+    @override
+    def build(cls, sizes: Sizes, config: PretrainingConfig) -> Self:
+        return cls(sizes, config, build_objectives(config.objectives, sizes))
 
     @property
     def answer_vocabulary(self) -> AnswerVocabulary | None:

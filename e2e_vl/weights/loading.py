@@ -194,7 +194,7 @@ def _continue_head(task: Task, source: CheckpointPart) -> LoadReport:
     modules = _modules(task.state_dict())
     unused = [name for name in tensors if name.startswith(rule.parts) and name.split(".")[0] not in modules]
     new = []  # objectives that the other run lacked
-    if task.sums_objectives:
+    if rule.allows_new_modules:
         new = [f"{name}." for name in modules - _modules(tensors)]
     report = load_weights(task, tensors, source.path, allow_missing=new, allow_unexpected=unused, layout=source.layout)
     return dataclasses.replace(report, copied=copied)

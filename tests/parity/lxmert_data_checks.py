@@ -21,13 +21,13 @@ from e2e_vl.data.answer_lists import read_answers
 from e2e_vl.data.features import RegionFeatures, TsvStore
 from e2e_vl.data.image_loader import StoredBoxes
 from e2e_vl.region_masking import replace_features, sample_masked_regions, sample_replacements
-from e2e_vl.run.build import ADAPTERS, build_objectives
+from e2e_vl.run.build import ADAPTERS
 from e2e_vl.samples import DETECTED, Sample, SampleText, ScoredAnswers
 from e2e_vl.structures import RegionMasks
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.words import mask_words
-from e2e_vl.tasks.pretraining import PretrainingPreprocessor, PretrainingTask
+from e2e_vl.tasks.pretraining import PretrainingPreprocessor, PretrainingTask, build_objectives
 from e2e_vl.text import TextTokenizer, load_tokenizer, simplify_answer
 from e2e_vl.weights.loading import InitRules, load_task
 from tests.parity import lxmert_common as common

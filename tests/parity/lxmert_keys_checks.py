@@ -11,11 +11,10 @@ from torch import nn
 
 from e2e_vl.config import load_config
 from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
-from e2e_vl.run.build import build_objectives
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.gqa import GQATask
 from e2e_vl.tasks.nlvr2 import NLVR2Task
-from e2e_vl.tasks.pretraining import PretrainingTask
+from e2e_vl.tasks.pretraining import PretrainingTask, build_objectives
 from e2e_vl.tasks.vqa import VQATask
 from tests.parity import lxmert_common as common
 from tests.parity.lxmert_encoder_checks import official_keys

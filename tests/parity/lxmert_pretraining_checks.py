@@ -14,13 +14,12 @@ from detector.structures import ImageBatch, PrecomputedDetector, PrecomputedFeat
 from e2e_vl.encoders.lxmert import LxmertEncoder
 from e2e_vl.examples import Targets
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.run.build import build_objectives
 from e2e_vl.structures import Batch, MaskingBatch, ModelOutput, RegionLabels, RegionMasks
 from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.base import Sizes
 from e2e_vl.tasks.objectives.texts import AnswerLabel, MatchTargets
 from e2e_vl.tasks.objectives.words import WordLabels
-from e2e_vl.tasks.pretraining import PretrainingTargets, PretrainingTask
+from e2e_vl.tasks.pretraining import PretrainingTargets, PretrainingTask, build_objectives
 from e2e_vl.weights.base import ModelWeights
 from e2e_vl.weights.lxmert import to_official
 from tests.parity import lxmert_common as common

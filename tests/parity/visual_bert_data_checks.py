@@ -18,12 +18,11 @@ from e2e_vl.data.config import VCROptions
 from e2e_vl.data.vcr import VCRDataset
 from e2e_vl.encoders.visual_bert import VisualBertEncoder
 from e2e_vl.examples import TextExample
-from e2e_vl.run.build import build_objectives
 from e2e_vl.samples import CorrectChoice, HumanAnswers, Sample, SampleText
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.words import mask_words
-from e2e_vl.tasks.pretraining import PretrainingTask
+from e2e_vl.tasks.pretraining import PretrainingTask, build_objectives
 from e2e_vl.text import TextTokenizer
 from tests.parity import visual_bert_common as common
 from tests.parity.visual_bert_common import part_of

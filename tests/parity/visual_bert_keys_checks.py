@@ -15,12 +15,11 @@ from detector.config import DetectorConfig
 from detector.r2c import R2CNetwork
 from e2e_vl.config import load_config
 from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig
-from e2e_vl.run.build import build_objectives
 from e2e_vl.tasks.base import Sizes, Task
 from e2e_vl.tasks.config import Flickr30KConfig, NLVR2Config, VCRConfig, VQAConfig
 from e2e_vl.tasks.flickr30k import Flickr30KTask
 from e2e_vl.tasks.nlvr2 import NLVR2Task
-from e2e_vl.tasks.pretraining import PretrainingTask
+from e2e_vl.tasks.pretraining import PretrainingTask, build_objectives
 from e2e_vl.tasks.vcr import VCRTask
 from e2e_vl.tasks.vqa import VQATask
 from e2e_vl.weights.base import ModelWeights, replace_module

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from detector.structures import ImageBatch
-from e2e_vl.run.build import build_objectives
 from e2e_vl.structures import Batch, EncoderOutput, TaskOutput
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.texts import MatchTargets
 from e2e_vl.tasks.objectives.words import WordLabels
-from e2e_vl.tasks.pretraining import PretrainingTargets, PretrainingTask
+from e2e_vl.tasks.pretraining import PretrainingTargets, PretrainingTask, build_objectives
 from tests.parity import visual_bert_common as common
 from tests.parity.visual_bert_common import (
     no_regions,

@@ -14,14 +14,14 @@ from detector.structures import ImageBatch
 from e2e_vl.config import load_config
 from e2e_vl.examples import Targets, TextExample
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.run.build import build_objectives, build_task
+from e2e_vl.run.build import build_task
 from e2e_vl.samples import AnnotatedObjects, PhraseBoxes, Question, SampleText
 from e2e_vl.structures import Ability, Batch, MaskingBatch, TextBatch
 from e2e_vl.tasks.config import MaskedWordsConfig, PretrainingConfig, VCRConfig
 from e2e_vl.tasks.objectives.base import ObjectiveCounts, ObjectivePreprocessor, PretrainingPrediction, Sizes, TextDraft
 from e2e_vl.tasks.objectives.texts import MatchTargets
 from e2e_vl.tasks.objectives.words import WordLabels, WordMasking
-from e2e_vl.tasks.pretraining import PretrainingPreprocessor, PretrainingTargets, PretrainingTask
+from e2e_vl.tasks.pretraining import PretrainingPreprocessor, PretrainingTargets, PretrainingTask, build_objectives
 from e2e_vl.tasks.vcr import VCRPreprocessor
 from e2e_vl.text import TextTokenizer
 from tests.tasks.preprocessors import decoded, preprocess, sample_of

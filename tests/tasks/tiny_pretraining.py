@@ -15,13 +15,12 @@ from e2e_vl.encoders.base import Encoder
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.examples import Targets
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.run.build import build_objectives
 from e2e_vl.structures import Batch, MaskingBatch, TextBatch
 from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.base import Sizes
 from e2e_vl.tasks.objectives.texts import MatchTargets
 from e2e_vl.tasks.objectives.words import WordLabels
-from e2e_vl.tasks.pretraining import PretrainingTargets, PretrainingTask
+from e2e_vl.tasks.pretraining import PretrainingTargets, PretrainingTask, build_objectives
 
 SEP, CLASSES, VOCABULARY = 3, 5, 40
 PAPER = {"region_word": "img", "masked_region_embedding": False, "whole_image_in_sequence": False}

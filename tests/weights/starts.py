@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from e2e_vl.config import RunConfig
-from e2e_vl.run.build import ADAPTERS, build_objectives
+from e2e_vl.run.build import ADAPTERS
 from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.base import Sizes
-from e2e_vl.tasks.pretraining import PretrainingTask
+from e2e_vl.tasks.pretraining import PretrainingTask, build_objectives
 from e2e_vl.weights.loading import InitRules
 
 Module = TypeVar("Module", bound=nn.Module)

@@ -13,13 +13,12 @@ from detector.structures import ImageBatch, PrecomputedDetector, PrecomputedFeat
 from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
 from e2e_vl.examples import Targets
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.run.build import build_objectives
 from e2e_vl.structures import Batch, MaskingBatch, RegionLabels, RegionMasks, TextBatch
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.texts import AnswerLabel, MatchTargets
 from e2e_vl.tasks.objectives.words import WordLabels
-from e2e_vl.tasks.pretraining import PretrainingTargets, PretrainingTask
+from e2e_vl.tasks.pretraining import PretrainingTargets, PretrainingTask, build_objectives
 
 VOCABULARY, WIDTH, FEATURE, CLASSES, ATTRIBUTES = 20, 16, 6, 5, 4
 IMAGES, REGIONS, LENGTH = 2, 4, 5

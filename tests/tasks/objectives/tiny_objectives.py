@@ -8,11 +8,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from detector.structures import ImageBatch, Regions
-from e2e_vl.run.build import build_objectives
 from e2e_vl.structures import Batch, EncoderOutput, MaskingBatch, RegionMasks, TextBatch, TextRegions, gather_regions
 from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.base import MLMHead, Objective, ObjectiveOutput, Sizes
-from e2e_vl.tasks.pretraining import PretrainingPreprocessor, PretrainingTask
+from e2e_vl.tasks.pretraining import PretrainingPreprocessor, PretrainingTask, build_objectives
 from e2e_vl.text import TextTokenizer
 
 HIDDEN, VOCABULARY, CLASSES = 6, 9, 4
