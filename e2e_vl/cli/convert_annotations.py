@@ -26,7 +26,8 @@ from pycocotools import mask
 from detector.errors import UserError, user_path
 from detector.io import write_json
 from e2e_vl.cli.main import make_parser, print_errors
-from e2e_vl.data.annotation_tools import ImageFolder, Remarks, Row, list_examples, read_boxes, read_rows
+from e2e_vl.data.annotation_tools import ImageFolder, Remarks, Row, read_boxes, read_rows
+from e2e_vl.data.tables import list_examples
 
 logger = logging.getLogger(__name__)
 

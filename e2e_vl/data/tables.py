@@ -154,10 +154,26 @@ def fingerprint(contents: Iterable[np.ndarray | list[Any] | dict[str, Any] | Non
     return digest.hexdigest()
 
 
+MAX_EXAMPLES = 12  # records that a message lists
+
+
+def list_examples(records: Sequence[str], count: int | None = None) -> str:
+    """Join the first records, and the number of the others, for a message.
+
+    Args:
+        count: the number of all records, if `records` are the first ones; None: these are all.
+    """
+    if count is None:
+        count = len(records)
+    examples = "; ".join(records[:MAX_EXAMPLES])
+    hidden = count - MAX_EXAMPLES
+    if hidden > 0:
+        return f"{examples} and {hidden:,} more"
+    return examples
+
+
 class SkippedRecords:
     """Counts the records of a file that a reader skips, and logs the counts with examples."""
-
-    MAX_EXAMPLES = 5  # of each reason
 
     def __init__(self, path: str | Path) -> None:
         self._path = path
@@ -173,16 +189,14 @@ class SkippedRecords:
         """
         self._counts[reason] += 1
         examples = self._examples.setdefault(reason, [])
-        if len(examples) < self.MAX_EXAMPLES:
+        if len(examples) < MAX_EXAMPLES:
             examples.append(str(record))
 
     def log(self) -> None:
         """Log one warning for each reason."""
         for reason, count in self._counts.items():
-            examples = self._examples[reason]
-            if count > len(examples):
-                examples = [*examples, "..."]
-            logger.warning("%s: skipped %s %s: %s", self._path, f"{count:,}", reason, ", ".join(examples))
+            examples = list_examples(self._examples[reason], count)
+            logger.warning("%s: skipped %s %s: %s", self._path, f"{count:,}", reason, examples)
 
 
 def drop_repeats(records: Iterable[Item], skipped: SkippedRecords, what: str) -> Iterator[Item]:

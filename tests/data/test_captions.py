@@ -315,7 +315,7 @@ def folder(tmp_path):
 
 def test_records_of_all_shards_in_order(folder, tmp_path, caplog):
     source = ShardCaptions(folder, tmp_path / "cache")
-    examples = ", ".join(f"00000000{number} of 00000.tar" for number in (3, 4, 5, 6))
+    examples = "; ".join(f"00000000{number} of 00000.tar" for number in (3, 4, 5, 6))
     assert f"skipped 4 records without an image or a caption: {examples}" in caplog.text
     for one in (source, pickle.loads(pickle.dumps(source))):
         assert [one.caption(i) for i in range(3)] == ["A red box.", "eine Hütte", "last"]

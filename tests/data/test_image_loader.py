@@ -404,7 +404,7 @@ def test_detections_without_an_area_are_skipped_and_counted(tmp_path, caplog):
     path = tmp_path / "dets.json"
     path.write_text(json.dumps(rows))
     assert read_detections(path)["7"][0].tolist() == [[1, 2, 31, 42]]
-    assert "skipped 2 detections with an empty box: 0, 2" in caplog.text
+    assert "skipped 2 detections with an empty box: 0; 2" in caplog.text
 
 
 def test_detections_come_by_falling_score_as_the_rule_keeps_them(tiny, tmp_path):

@@ -174,7 +174,7 @@ def test_empty_boxes_are_left_out_and_so_are_refs_to_them(tiny, caplog):
         (lambda refs: refs[1].update(sentences=[]), 3, "1 refs without a sentence: 2"),  # as gRefCOCO's own file
         (lambda refs: refs[1].update(sentences=None), 3, "1 refs without a sentence: 2"),
         (lambda refs: refs[1]["sentences"][0].update(sent=" "), 1, "1 blank sentences: 20"),
-        (lambda refs: refs.append(refs[1]), 0, "3 sentences that repeat an earlier one: 20, 21, 22"),
+        (lambda refs: refs.append(refs[1]), 0, "3 sentences that repeat an earlier one: 20; 21; 22"),
     ],
 )
 def test_odd_refs_are_skipped_and_counted(tiny, caplog, change, left_out, message):

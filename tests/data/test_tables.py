@@ -15,9 +15,11 @@ import msgspec
 import pytest
 
 from e2e_vl.data.tables import (
+    MAX_EXAMPLES,
     Archives,
     RowIndex,
     SerializedList,
+    SkippedRecords,
     TextGroups,
     TextLines,
     stream_dict,
@@ -199,3 +201,12 @@ def test_a_flipped_bit_of_a_member_is_named(tmp_path):
     assert archives.read("a.zip@/b/first.jpg") == b"whole"
     with refused("a.zip", "b/second.jpg"):
         archives.read("a.zip@/b/second.jpg")
+
+
+def test_a_message_shows_some_examples_and_counts_the_others(caplog):
+    skipped = SkippedRecords("refs.json")
+    for number in range(1000 + MAX_EXAMPLES):
+        skipped.add("refs without a sentence", number)
+    skipped.log()
+    examples = "; ".join(map(str, range(MAX_EXAMPLES)))
+    assert f"refs.json: skipped 1,012 refs without a sentence: {examples} and 1,000 more" in caplog.text

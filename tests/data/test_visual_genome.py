@@ -100,7 +100,7 @@ def test_questions_without_words_or_an_answer_are_skipped(settings, tmp_path, ca
     odd = [{"qa_id": 7, "question": " ", "answer": "a"}, {"qa_id": 8, "question": "b", "answer": ""}]
     write_json(tmp_path / "questions.json", [*QUESTIONS, {"id": 6, "qas": odd}])
     assert len(opened(settings, texts="questions")) == 2
-    assert "skipped 2 questions that are blank or have a blank answer: 7, 8" in caplog.text
+    assert "skipped 2 questions that are blank or have a blank answer: 7; 8" in caplog.text
 
 
 @pytest.mark.parametrize(("file", "content", "key"), [("regions", REGIONS, "regions"), ("questions", QUESTIONS, "qas")])

@@ -6,7 +6,7 @@ and puts the boxes into pixels of the upright image.
 
 from e2e_vl.data.annotation_tools.images import ImageFolder, UprightImage
 from e2e_vl.data.annotation_tools.reading import read_boxes
-from e2e_vl.data.annotation_tools.records import Remarks, Row, list_examples
+from e2e_vl.data.annotation_tools.records import Remarks, Row
 from e2e_vl.data.annotation_tools.tables import read_rows
 
-__all__ = ["ImageFolder", "Remarks", "Row", "UprightImage", "list_examples", "read_boxes", "read_rows"]
+__all__ = ["ImageFolder", "Remarks", "Row", "UprightImage", "read_boxes", "read_rows"]

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from detector.errors import UserError
+from e2e_vl.data.tables import list_examples
 from e2e_vl.io import FourNumbers, Id, Name, Record
 
-MOST_EXAMPLES = 12  # records that a message lists
 SPLITS = {"training": "train", "valid": "val", "validation": "val", "validate": "val", "dev": "val", "testing": "test"}
 _SPLIT_AT_END = re.compile(r"(?:.*[_-])?(train|training|val|valid|validation|test)(?:20\d\d)?")
 
@@ -76,15 +76,6 @@ class Remarks:
             sentences.append(f"{self.source} has {problem} ({len(records)}): {list_examples(records)}. {advice}")
         if sentences:
             raise UserError("\n".join(sentences))
-
-
-def list_examples(records: list[str]) -> str:
-    """Join the first records and the number of the others to a text."""
-    examples = "; ".join(records[:MOST_EXAMPLES])
-    hidden = len(records) - MOST_EXAMPLES
-    if hidden > 0:
-        return f"{examples} and {hidden} more"
-    return examples
 
 
 def enclosing_corners(points: np.ndarray) -> FourNumbers:
