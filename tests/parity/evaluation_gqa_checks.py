@@ -9,6 +9,7 @@ import pytest
 
 from e2e_vl.data.gqa import Choices, read_entries, read_questions
 from e2e_vl.metrics.gqa import GQAPrediction, belongs, gqa_metrics, gqa_scores, write_submission
+from e2e_vl.tasks.gqa import GQAVocabulary
 from tests.parity.evaluation_common import folder_of
 
 
@@ -31,7 +32,8 @@ def gqa_records(gqa_folder: Path) -> list[GQAPrediction]:
     predicted = {row["questionId"]: row["prediction"] for row in json.loads(predictions.read_text("utf-8"))}
     file, records = {} if choices is None else read_entries([choices], Choices), []
     for question in read_questions([questions]):
-        facts, answer = question.metadata, predicted[question.id]
+        facts = question.metadata | GQAVocabulary([question.answer]).labels_of(question.truth).record
+        answer = predicted[question.id]
         if question.id in file:
             own = file[question.id]
             facts["is_valid"] = belongs(answer, own.valid, facts["types"])

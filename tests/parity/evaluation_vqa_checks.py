@@ -18,6 +18,7 @@ from e2e_vl.metrics.vqa import (
     vqa_metrics,
 )
 from e2e_vl.run.build import count_frequent_answers
+from e2e_vl.tasks.vqa import VQAVocabulary
 from tests.official_vqa import vqa_accuracy
 from tests.parity.evaluation_common import folder_of, read_optional
 
@@ -30,7 +31,10 @@ def folder(golden_root: Path) -> Path:
 @pytest.fixture(scope="module")
 def annotations(folder) -> list[dict]:
     [questions], [annotations] = folder.glob("*_questions.json"), folder.glob("*_annotations.json")
-    records = {question.id: question.metadata for question in read_questions(questions, annotations)}
+    vocabulary = VQAVocabulary([])
+    records = {}
+    for question in read_questions(questions, annotations):
+        records[question.id] = question.metadata | vocabulary.labels_of(question.truth).record
     # the order in which the official script adds up; the twelfth decimal may depend on it
     return [records[row["question_id"]] for row in json.loads(annotations.read_text("utf-8"))["annotations"]]
 
