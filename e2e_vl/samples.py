@@ -80,7 +80,7 @@ class CandidateBoxes:
 class ImageKey(NamedTuple):
     """Identifies an image of a data set; splits joined by "+" may use the same id for different images."""
 
-    part: int  # index of the joined split, see `VLDataset.parts`
+    split_index: int  # index of the joined split, see `VLDataset.split_values`
     id: str
 
 
@@ -97,11 +97,11 @@ class SampleImage:
     boxes_to_mask: np.ndarray | None = None  # float64 [Q, 4], mask exactly these; None: drawn at random
     # (whose id, id) of the image, as `VLDataset.id_namespace` has them, where an image's own data set says it
     image_aliases: tuple[tuple[str, str], ...] = ()
-    part: int = 0  # index of the joined split that the image belongs to, see `VLDataset.parts`
+    split_index: int = 0  # index of the joined split that the image belongs to, see `VLDataset.split_values`
 
     @property
     def key(self) -> ImageKey:
-        return ImageKey(self.part, self.id)
+        return ImageKey(self.split_index, self.id)
 
     def locate(self) -> Path | ImageBytes:
         return self.file() if callable(self.file) else self.file

@@ -141,7 +141,7 @@ def analyze_attention(args: AnalysisArguments) -> tuple[AnalysisResults, Path | 
     box_reader = examples.loader.box_reader
     found = collect_attention(
         *(model, make_loader(config, examples, accelerator, max_images=args.max_images), args.options, accelerator),
-        sorted_boxes=box_reader is not None and isinstance(box_reader.of_part(0), DetectedBoxes),
+        sorted_boxes=box_reader is not None and isinstance(box_reader.of_split(0), DetectedBoxes),
         keep_texts=choose_texts(groups, args.pictures, config.seed),
     )
     results = AnalysisResults(

@@ -354,8 +354,9 @@ class SplitReader:
         loaded: list[ImageExample] = []
         for loader in self.loaders:
             reader = loader.box_reader
-            reads_features = reader is not None and isinstance(reader.of_part(sample.images[0].part), StoredBoxes)
-            if reads_features and not with_features:
+            if reader is not None:
+                reader = reader.of_split(sample.images[0].split_index)
+            if isinstance(reader, StoredBoxes) and not with_features:
                 continue
             try:
                 images = [loader.load_without_pixels(image, self.sizes.get(image.key)) for image in sample.images]

@@ -51,7 +51,7 @@ class VLDataset(abc.ABC):
     id_namespace: ClassVar[str | None] = None
     groups: Sequence[Sequence[int]]  # text indices of each image (or pair of images)
     # for each of the joined splits, the placeholder values for its box files in `data.files`, such as {"split": "val"}
-    parts: Sequence[Mapping[str, str]]
+    split_values: Sequence[Mapping[str, str]]
     class_names: Sequence[str] | None = None  # in the order of the detector's classes; None if there are no classes
     corpus: Sequence[str] | None = None  # texts without images, for pre-training
     has_phrases: bool = False  # some texts have annotated phrases (`SampleText.phrases`)
@@ -185,14 +185,15 @@ def require_distinct_ids(images: Iterable[tuple[ImageKey, Hashable]], splits: Se
     if len(set(files)) == len(files):  # no file is shared
         return
     earlier: dict[tuple[Path, str], tuple[int, Hashable]] = {}
-    for (part, image_id), location in images:
-        for path in splits[part].files:
-            earlier_part, earlier_location = earlier.setdefault((path, image_id), (part, location))
+    for (split_index, image_id), location in images:
+        for path in splits[split_index].files:
+            earlier_split, earlier_location = earlier.setdefault((path, image_id), (split_index, location))
             if earlier_location != location:
+                earlier_name = splits[earlier_split].name
                 raise UserError(
-                    f"{path}: image {image_id} of the split {splits[earlier_part].name} ({earlier_location}) and image "
-                    f"{image_id} of the split {splits[part].name} ({location}) are two images with one id; set a file "
-                    "for each split in data.files, with {split} in its name, or give all images different ids"
+                    f"{path}: image {image_id} of the split {earlier_name} ({earlier_location}) and image {image_id} of "
+                    f"the split {splits[split_index].name} ({location}) are two images with one id; set a file for each "
+                    "split in data.files, with {split} in its name, or give all images different ids"
                 )
 
 
@@ -245,13 +246,13 @@ class RecordDataset(VLDataset):
         splits = splits or [JoinedSplit("", num_texts=len(records))]
         self._split_ends = list(itertools.accumulate(split.num_texts for split in splits))
         self._image_locations = [split.image_location for split in splits]
-        images = ((splits[self.part_of(text)].source, record.image_names) for text, record in enumerate(records))
+        images = ((splits[self.split_index(text)].source, record.image_names) for text, record in enumerate(records))
         self.groups = TextGroups.of_images(images)
         sources = {split.source for split in splits}
         if len(sources) > 1:
-            require_distinct_ids(((key, splits[key.part].images) for key in self.image_keys()), splits)
+            require_distinct_ids(((key, splits[key.split_index].images) for key in self.image_keys()), splits)
 
-    def part_of(self, text: int) -> int:
+    def split_index(self, text: int) -> int:
         """Return the index of the joined split that a text belongs to."""
         return bisect.bisect_right(self._split_ends, text)
 
@@ -268,13 +269,13 @@ class RecordDataset(VLDataset):
     @override
     def image_keys(self) -> Iterable[ImageKey]:
         for texts in self.groups:
-            part = self.part_of(texts[0])
+            split_index = self.split_index(texts[0])
             for name in self.texts[texts[0]].image_names:
-                yield ImageKey(part, name)
+                yield ImageKey(split_index, name)
 
     @override
     def image_locations(self) -> Iterable[tuple[Hashable, str]]:
-        return ((self._image_locations[key.part], key.id) for key in self.image_keys())
+        return ((self._image_locations[key.split_index], key.id) for key in self.image_keys())
 
     @override
     def contents(self) -> Iterable[np.ndarray]:
@@ -288,10 +289,10 @@ class RecordDataset(VLDataset):
     def sample(self, texts: Sequence[int]) -> Sample:
         group = self.groups[self.groups.group_of(texts[0])]
         first = group[0]  # several joined splits may have texts about the image: it belongs to the first of them
-        part = self.part_of(first)
+        split_index = self.split_index(first)
         images = []
         for name in self.texts[first].image_names:
-            images.append(dataclasses.replace(self.image(name, first), part=part))
+            images.append(dataclasses.replace(self.image(name, first), split_index=split_index))
         sample_texts = tuple(self.text(index) for index in texts)
         if not self.is_pool:
             return Sample(tuple(images), sample_texts)
@@ -299,7 +300,7 @@ class RecordDataset(VLDataset):
 
     @abc.abstractmethod
     def image(self, name: str, text: int) -> SampleImage:
-        """Return one of the images of a text; its `part` is set by `sample`."""
+        """Return one of the images of a text; its `split_index` is set by `sample`."""
 
     def text(self, index: int) -> SampleText:
         """Return a text with its ground truth."""

@@ -220,7 +220,7 @@ class Unreadable:
     images: tuple[str, ...]  # image ids of the request
     texts: tuple[int, ...]  # indices of the texts without a prediction
     reason: str
-    part: int = 0  # the joined split of the images, see `ImageKey`
+    split_index: int = 0  # the joined split of the images, see `ImageKey`
 
 
 class BatchLoader:
@@ -296,7 +296,7 @@ class _Batches(Dataset):
                 except BrokenImageError as error:
                     images = self.dataset.dataset.sample(request.texts).images
                     ids = tuple(image.id for image in images)
-                    unreadable.append(Unreadable(ids, request.texts, str(error.__cause__), images[0].part))
+                    unreadable.append(Unreadable(ids, request.texts, str(error.__cause__), images[0].split_index))
             batch = self.collate(examples) if examples else None
         except (ValueError, OSError) as error:  # raised by readers for bad files and records
             return error

@@ -80,7 +80,7 @@ class CaptionSource(abc.ABC):
     def image(self, group: int) -> Path | ImageBytes:
         """Return the file of the image with index `group`, or its contents."""
 
-    def part(self, group: int) -> int:
+    def split_index(self, group: int) -> int:
         """Return the index of the joined split that the image belongs to."""
         return 0
 
@@ -115,7 +115,7 @@ class _CaptionsFile(Record):
 
 
 class _CaptionedImage(msgspec.Struct, array_like=True):
-    part: int  # the joined split
+    split_index: int  # the joined split
     name: str
     file_name: str
     size: tuple[int, int] | None  # (height, width)
@@ -128,19 +128,19 @@ class CocoCaptions(CaptionSource):
     numbers are logged.
 
     Args:
-        parts: (caption file, image folder) of each joined split. An image that several of them list, with the same id
+        files: (caption file, image folder) of each joined split. An image that several of them list, with the same id
             and the same image file, is one image.
         sources: of each joined split, what its images have besides: images of different sources are different images.
     """
 
-    def __init__(self, parts: Sequence[tuple[Path, Path]], sources: Sequence[Hashable] | None = None) -> None:
-        self._folders = [folder for _, folder in parts]
+    def __init__(self, files: Sequence[tuple[Path, Path]], sources: Sequence[Hashable] | None = None) -> None:
+        self._folders = [folder for _, folder in files]
         numbers: dict[tuple[Hashable, str, Path], int] = {}
         images: list[_CaptionedImage] = []
         captions: list[list[str]] = []
-        for part, (path, folder) in enumerate(parts):
+        for split_index, (path, folder) in enumerate(files):
             content = read_json(path, _CaptionsFile)
-            source = None if sources is None else sources[part]
+            source = None if sources is None else sources[split_index]
             number_of: dict[str, int] = {}  # of the images of this file; 12 and "12" are the same id
             for row in content.images:
                 number = numbers.setdefault((source, str(row.id), folder / row.file_name), len(images))
@@ -153,7 +153,7 @@ class CocoCaptions(CaptionSource):
                     size = None
                     if row.height is not None and row.width is not None:
                         size = (row.height, row.width)
-                    images.append(_CaptionedImage(part, str(row.id), row.file_name, size))
+                    images.append(_CaptionedImage(split_index, str(row.id), row.file_name, size))
                     captions.append([])
             skipped = SkippedRecords(path)
             for row in content.annotations:
@@ -164,11 +164,12 @@ class CocoCaptions(CaptionSource):
                 else:
                     captions[number_of[str(row.image_id)]].append(row.caption)
             skipped.log()
+        first_path, _ = files[0]
         captioned = [number for number, image_captions in enumerate(captions) if image_captions]
         if len(captioned) < len(images):
-            logger.warning("%s: %d images have no caption.", parts[0][0], len(images) - len(captioned))
+            logger.warning("%s: %d images have no caption.", first_path, len(images) - len(captioned))
         if not captioned:
-            raise UserError(f"{parts[0][0]} has no caption of an image that it lists; use another captions file.")
+            raise UserError(f"{first_path} has no caption of an image that it lists; use another captions file.")
         self._images = SerializedList((images[number] for number in captioned), _CaptionedImage)
         self._captions = SerializedList(itertools.chain.from_iterable(captions), str)
         self.groups = TextGroups.consecutive([len(captions[number]) for number in captioned])
@@ -182,8 +183,8 @@ class CocoCaptions(CaptionSource):
         return self._images[group].name
 
     @override
-    def part(self, group: int) -> int:
-        return self._images[group].part
+    def split_index(self, group: int) -> int:
+        return self._images[group].split_index
 
     @override
     def contents(self) -> Iterable[np.ndarray]:
@@ -192,7 +193,7 @@ class CocoCaptions(CaptionSource):
     @override
     def image(self, group: int) -> Path:
         image = self._images[group]
-        return self._folders[image.part] / image.file_name
+        return self._folders[image.split_index] / image.file_name
 
     @override
     def image_size(self, group: int) -> tuple[int, int] | None:
@@ -424,8 +425,8 @@ class CaptionDataset(VLDataset):
     box_sources = BoxSource.for_evaluation()
 
     def __init__(self, files: DataFiles, options: CaptionOptions, split: str, needs: DataNeeds) -> None:
-        parts = _parts(options, split)
-        splits = [JoinedSplit(values["split"], self.files_by_image_id(files, needs, values)) for values in parts]
+        split_values = _split_values(options, split)
+        splits = [JoinedSplit(values["split"], self.files_by_image_id(files, needs, values)) for values in split_values]
         self.source = _source(files, options, split, needs.boxes, [joined.files for joined in splits])
         if isinstance(self.source, ShardCaptions) and needs.boxes in (BoxSource.DETECTIONS, BoxSource.PRECOMPUTED):
             self.source.require_distinct_names()
@@ -433,7 +434,7 @@ class CaptionDataset(VLDataset):
         self.corpus = _corpus(files, options, split) if needs.training else None
         self.image_index = (0,) if options.use_images else ()
         # in VL-BERT's format, the caption files name the box files
-        self.parts = [] if options.source == "json_lines" else parts
+        self.split_values = [] if options.source == "json_lines" else split_values
         self.min_object_score = options.min_object_score
         image_files = ((key, self.source.image(group)) for group, key in enumerate(self.image_keys()))
         require_distinct_ids(image_files, splits)
@@ -445,11 +446,11 @@ class CaptionDataset(VLDataset):
         if options.source != "coco":
             raise UserError("Annotated objects need data.config.source=coco and data.files.instances (or metadata).")
         if "metadata" in files:
-            self.metadata = [files.path("metadata", **values) for values in self.parts]
+            self.metadata = [files.path("metadata", **values) for values in self.split_values]
             self.class_names = CLASS_NAMES
             self._require_distinct_metadata()
         else:
-            self.instances = open_instances(files, self.parts, self.image_keys())
+            self.instances = open_instances(files, self.split_values, self.image_keys())
             self.class_names = self.instances[0].class_names
 
     @classmethod
@@ -476,7 +477,7 @@ class CaptionDataset(VLDataset):
     def image_keys(self) -> Iterable[ImageKey]:
         if not isinstance(self.source, CocoCaptions):
             return ()
-        return (ImageKey(self.source.part(group), self.source.name(group)) for group in range(len(self.groups)))
+        return (ImageKey(self.source.split_index(group), self.source.name(group)) for group in range(len(self.groups)))
 
     @override
     def image_locations(self) -> Iterable[tuple[Path, str]]:
@@ -494,7 +495,7 @@ class CaptionDataset(VLDataset):
         yield from encoded_objects(self.instances, self.image_keys())
 
     def _metadata_file(self, group: int) -> Path:
-        folder = self.metadata[self.source.part(group)]
+        folder = self.metadata[self.source.split_index(group)]
         return folder / self.source.image(group).with_suffix(".json").name
 
     def _require_distinct_metadata(self) -> None:
@@ -513,19 +514,19 @@ class CaptionDataset(VLDataset):
     def sample(self, texts: Sequence[int]) -> Sample:
         group = self.groups.group_of(texts[0])
         name = self.source.name(group)
-        part = self.source.part(group)
+        split_index = self.source.split_index(group)
         size = self.source.image_size(group)
         objects = None
         if self.instances:
-            image_record = self.instances[part][name]
+            image_record = self.instances[split_index][name]
             size = (image_record.height, image_record.width)
-            objects = self.instances[part].objects(name)
+            objects = self.instances[split_index].objects(name)
         elif self.metadata:
             size, objects = read_detected_objects(self._metadata_file(group), self.min_object_score)
         file = functools.partial(self.source.image, group)  # searches archives, when it is needed
         if isinstance(self.source, CocoCaptions):
             file = self.source.image(group)
-        image = SampleImage(name, file, size, objects=objects, boxes=self.source.boxes(group), part=part)
+        image = SampleImage(name, file, size, objects=objects, boxes=self.source.boxes(group), split_index=split_index)
         captions = []
         for text in texts:
             caption = self.source.caption(text)
@@ -533,7 +534,7 @@ class CaptionDataset(VLDataset):
         return Sample((image,), tuple(captions), pool=self, own_texts=self.groups[group], corpus=self.corpus)
 
 
-def _parts(options: CaptionOptions, split: str) -> list[dict[str, str]]:
+def _split_values(options: CaptionOptions, split: str) -> list[dict[str, str]]:
     """Return the placeholder values of each joined split."""
     if options.source != "coco":
         return [{"split": split}]
@@ -553,10 +554,10 @@ def _source(
         sources: see `CocoCaptions`.
     """
     if options.source == "coco":
-        parts = []
-        for values in _parts(options, split):
-            parts.append((files.path("captions", **values), files.path("images", **values)))
-        return CocoCaptions(parts, sources)
+        caption_files = []
+        for values in _split_values(options, split):
+            caption_files.append((files.path("captions", **values), files.path("images", **values)))
+        return CocoCaptions(caption_files, sources)
     if options.source == "shards":
         return ShardCaptions(files.path("shards", split=split), _index_folder(files, options))
     file_keys = {BoxSource.DETECTIONS: "detections", BoxSource.PRECOMPUTED: "features"}

@@ -226,7 +226,7 @@ class CocoInstances:
         return self.images.encoded_item(self._rows.row(image_id))
 
     def sample_image(self, image_id: Id, file: Path) -> SampleImage:
-        """Return an image with its objects as a part of a sample."""
+        """Return an image with its objects as a sample has it."""
         image = self[image_id]
         return SampleImage(str(image.id), file, (image.height, image.width), self.objects(image_id))
 
@@ -238,24 +238,24 @@ def encoded_objects(instances: Sequence[CocoInstances], images: Iterable[ImageKe
         instances: of each joined split; empty: the data set has no annotated objects.
     """
     if instances:
-        for part, image_id in images:
-            yield instances[part].encoded(image_id)
+        for split_index, image_id in images:
+            yield instances[split_index].encoded(image_id)
 
 
 def open_instances(
-    files: DataFiles, parts: Sequence[Mapping[str, str]], images: Iterable[ImageKey] = ()
+    files: DataFiles, split_values: Sequence[Mapping[str, str]], images: Iterable[ImageKey] = ()
 ) -> list[CocoInstances]:
     """Open the instances file of each joined split; splits may share a file.
 
     Args:
-        parts: the placeholders of each split, see `VLDataset.parts`.
+        split_values: the placeholder values of each split, see `VLDataset.split_values`.
         images: that the files must contain.
 
     Raises:
         UserError: an image is missing, or the files have different categories, so that a class would have several
             meanings.
     """
-    paths = [files.path("instances", **values) for values in parts]
+    paths = [files.path("instances", **values) for values in split_values]
     opened = {path: CocoInstances(path) for path in dict.fromkeys(paths)}
     first = opened[paths[0]]
     for path, instances in opened.items():
@@ -265,8 +265,8 @@ def open_instances(
                 "in the same order"
             )
     image_ids: dict[Path, list[str]] = {path: [] for path in opened}
-    for part, image_id in images:
-        image_ids[paths[part]].append(image_id)
+    for split_index, image_id in images:
+        image_ids[paths[split_index]].append(image_id)
     for path, instances in opened.items():
         instances.require_images(image_ids[path])
     return [opened[path] for path in paths]
@@ -292,7 +292,7 @@ class CocoDetectionDataset(VLDataset):
                 self.groups.append([row])
         if not self.groups:
             raise UserError(f"{self.instances.path}: no image for the split {split}, or none with objects to train on.")
-        self.parts = [{}]
+        self.split_values = [{}]
         self.class_names = self.instances.class_names
         text_ids = [category_id for category_id in self.instances.category_ids if isinstance(category_id, str)]
         if text_ids:

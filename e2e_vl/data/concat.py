@@ -63,7 +63,7 @@ class JoinedDataset(VLDataset):
     file_keys = ("images", "instances", "detections", "features")  # files that all parts may share
     box_sources = BoxSource.for_evaluation()
     annotation_files = ()  # each part sets its own files
-    parts = ()  # samples contain their boxes
+    split_values = ()  # samples contain their boxes
     mixes_objects = True
 
     def __init__(self, files: DataFiles, options: JoinedOptions, split: str, needs: DataNeeds) -> None:
@@ -84,7 +84,7 @@ class JoinedDataset(VLDataset):
                 box_reader.require_images(images, f"{split} of {name}")
             splits = splits_of.setdefault(kind, [])
             located_images_of.setdefault(kind, []).extend(_locate(part, dataset, images, first_split=len(splits)))
-            for values in dataset.parts:
+            for values in dataset.split_values:
                 splits.append(JoinedSplit(name, dataset.files_by_image_id(part_files, needs, values)))
             texts = np.fromiter(itertools.chain.from_iterable(groups), dtype=np.int64)
             ascending = np.sort(texts)
@@ -237,7 +237,7 @@ class JoinedDataset(VLDataset):
         if self.class_names is not None and objects is not None and objects.classes is None:
             objects = dataclasses.replace(objects, classes=np.full(len(objects), -1, dtype=np.int64))
         if boxes is None and member.box_reader is not None:
-            boxes = member.box_reader.of_part(image.part).read(image.id)
+            boxes = member.box_reader.of_split(image.split_index).read(image.id)
         namespace = member.dataset.id_namespace
         image_aliases = image.image_aliases
         if namespace is not None and not image_aliases:
@@ -267,7 +267,7 @@ def _locate(
     for key in images:
         folder, name = location_of[key]
         location = f"{folder}: {name}" if part.images is None else part.images
-        yield ImageKey(first_split + key.part, key.id), location
+        yield ImageKey(first_split + key.split_index, key.id), location
 
 
 def _select_groups(

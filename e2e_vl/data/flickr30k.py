@@ -141,10 +141,10 @@ class Flickr30KDataset(RecordDataset):
 
     def __init__(self, files: DataFiles, options: Flickr30KOptions, split: str, needs: DataNeeds) -> None:
         self.options = options
-        self.parts = [{"split": name} for name in split_names(split)]
+        self.split_values = [{"split": name} for name in split_names(split)]
         self.folder = files.path("images")
         self.annotations_folder = files.path("annotations")
-        captions = [list(_captions(files, values["split"])) for values in self.parts]
+        captions = [list(_captions(files, values["split"])) for values in self.split_values]
         skipped = SkippedRecords(self.annotations_folder)
         annotated = {caption.image_id: None for caption in itertools.chain(*captions)}
         for image_id in annotated:
@@ -155,7 +155,7 @@ class Flickr30KDataset(RecordDataset):
         chains = {image_id: set(itertools.chain(*image.names)) for image_id, image in annotated.items()}
         boxed: list[Caption] = []
         splits: list[JoinedSplit] = []
-        for values, split_captions in zip(self.parts, captions, strict=True):
+        for values, split_captions in zip(self.split_values, captions, strict=True):
             num_before = len(boxed)
             for caption in split_captions:
                 if any(phrase.chain in chains[caption.image_id] for phrase in caption.sentence.phrases):
@@ -169,7 +169,7 @@ class Flickr30KDataset(RecordDataset):
         self.instances: list[CocoInstances] = []  # of each split
         # detection losses need classes, which the annotated boxes lack
         if needs.objects or (needs.annotations and "instances" in files):
-            self.instances = open_instances(files, self.parts, self.image_keys())
+            self.instances = open_instances(files, self.split_values, self.image_keys())
             self.class_names = self.instances[0].class_names
 
     @classmethod
@@ -187,7 +187,7 @@ class Flickr30KDataset(RecordDataset):
     def image(self, name: str, text: int) -> SampleImage:
         file, annotated = self.options.file(self.folder, name), self.annotated[name]
         if self.instances:
-            return self.instances[self.part_of(text)].sample_image(name, file)
+            return self.instances[self.split_index(text)].sample_image(name, file)
         boxes = self._moved(np.array(annotated.boxes, dtype=np.float64).reshape(-1, 4))
         objects = AnnotatedObjects(boxes, str(self.annotations_folder / f"{name}.xml"))
         return SampleImage(name, file, annotated.size, objects)

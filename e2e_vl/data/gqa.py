@@ -204,11 +204,11 @@ class GQADataset(RecordDataset):
     def __init__(self, files: DataFiles, options: GQAOptions, split: str, needs: DataNeeds) -> None:
         self.options = options
         self.folder = files.path("images")
-        self.parts = [{"split": name, "part": name.partition("_")[0]} for name in split_names(split)]
+        self.split_values = [{"split": name, "part": name.partition("_")[0]} for name in split_names(split)]
         splits: list[JoinedSplit] = []
 
         def questions() -> Iterator[GQAQuestion]:
-            for values in self.parts:
+            for values in self.split_values:
                 number = 0
                 for question in read_questions(_question_files(files, values["split"])):
                     number += 1
@@ -225,10 +225,10 @@ class GQADataset(RecordDataset):
         self.grounding_graphs: SerializedDict[SceneGraph] | None = None
         # detection losses need classes; the objects of scene graphs have only free-text names
         if needs.objects or (needs.annotations and "instances" in files):
-            self.instances = open_instances(files, self.parts, self.image_keys())
+            self.instances = open_instances(files, self.split_values, self.image_keys())
             self.class_names = self.instances[0].class_names
         elif needs.annotations:
-            self.scene_graphs = read_scene_graphs(files.path("scene_graphs", **part) for part in self.parts)
+            self.scene_graphs = read_scene_graphs(files.path("scene_graphs", **values) for values in self.split_values)
             self.scene_graphs.require(self.image_ids())
         if "choices" in files and not needs.training:
             paths = self._paths_for_metrics(files, "choices", "validity and plausibility are")
@@ -256,8 +256,8 @@ class GQADataset(RecordDataset):
                         )
 
     def _paths_for_metrics(self, files: DataFiles, key: str, left_out: str) -> list[Path]:
-        """The file of each part for the metrics; none if one is missing, because a metric needs all of them."""
-        paths = [files.path(key, **values) for values in self.parts]
+        """The file of each split for the metrics; none if one is missing, because a metric needs all of them."""
+        paths = [files.path(key, **values) for values in self.split_values]
         missing = [path for path in paths if not path.is_file()]
         if missing:  # released for train and val only
             logger.warning("%s does not exist, so %s left out.", missing[0], left_out)
@@ -286,7 +286,7 @@ class GQADataset(RecordDataset):
     def image(self, name: str, text: int) -> SampleImage:
         file = self.options.file(self.folder, name)
         if self.instances:
-            return self.instances[self.part_of(text)].sample_image(name, file)
+            return self.instances[self.split_index(text)].sample_image(name, file)
         if self.scene_graphs is None:
             return SampleImage(name, file)
         graph = self.scene_graphs[name]

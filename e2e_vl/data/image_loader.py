@@ -50,7 +50,7 @@ class BoxReader(abc.ABC):
 
     files: Sequence[Path]
 
-    def of_part(self, part: int) -> BoxReader:
+    def of_split(self, split_index: int) -> BoxReader:
         """Return the reader of one of the joined splits, see `ImageKey`."""
         return self
 
@@ -68,17 +68,17 @@ class BoxReader(abc.ABC):
 
     def require_images(self, images: Iterable[ImageKey], split: str) -> None:
         """Raise a UserError if images of the split are missing."""
-        missing = [key for key in images if key.id not in self.of_part(key.part)]
+        missing = [key for key in images if key.id not in self.of_split(key.split_index)]
         if missing:
             more = f" (and {len(missing) - 1} more images)" if len(missing) > 1 else ""
-            files = self.of_part(missing[0].part).files
+            files = self.of_split(missing[0].split_index).files
             raise UserError(
                 f"{', '.join(map(str, files))}: no boxes for image {missing[0].id}{more} of the split {split}; use "
                 "the file of this data set, extract the features, or choose another box source (gt or online)"
             )
 
 
-class BoxesOfParts(BoxReader):
+class BoxesOfSplits(BoxReader):
     """Candidate boxes of joined splits with files of their own: an image is read from the file of its split."""
 
     def __init__(self, readers: Sequence[BoxReader]) -> None:
@@ -87,8 +87,8 @@ class BoxesOfParts(BoxReader):
         self.files = list(dict.fromkeys(files))
 
     @override
-    def of_part(self, part: int) -> BoxReader:
-        return self.readers[part]
+    def of_split(self, split_index: int) -> BoxReader:
+        return self.readers[split_index]
 
     @override
     def contents(self) -> Iterable[np.ndarray | list[str] | dict[str, Any] | None]:
@@ -104,7 +104,7 @@ class BoxesOfParts(BoxReader):
         readers = [reader for reader in dict.fromkeys(self.readers) if image_id in reader]
         if len(readers) > 1:
             raise UserError(
-                f"{', '.join(map(str, self.files))}: image {image_id} is in several files; read it with `of_part`"
+                f"{', '.join(map(str, self.files))}: image {image_id} is in several files; read it with `of_split`"
             )
         return (readers or self.readers)[0].read(image_id)
 
@@ -253,10 +253,10 @@ def open_boxes(
 def open_boxes_of(dataset: VLDataset, settings: DataSettings, boxes: BoxSource) -> BoxReader | None:
     """Open the box or feature files of a split; None if the source reads no file or the samples contain the boxes."""
     key = next((key for key in boxes.needs if key != "instances"), None)
-    if key is None or not dataset.parts:
+    if key is None or not dataset.split_values:
         return None
     data_files, _ = open_options(type(dataset), settings)
-    files = [data_files.path(key, **values) for values in dataset.parts]
+    files = [data_files.path(key, **values) for values in dataset.split_values]
     with_features = boxes is BoxSource.PRECOMPUTED
     limit = settings.boxes.max_precomputed if with_features else None
     readers = {}
@@ -266,11 +266,11 @@ def open_boxes_of(dataset: VLDataset, settings: DataSettings, boxes: BoxSource) 
         sizes = _some_image_sizes(dataset)
         for file, reader in readers.items():
             if isinstance(reader, DetectedBoxes):
-                sizes_of_file = {key.id: size for key, size in sizes.items() if files[key.part] == file}
+                sizes_of_file = {key.id: size for key, size in sizes.items() if files[key.split_index] == file}
                 reader.warn_of_boxes_outside(sizes_of_file)
     if len(readers) == 1:
         return readers[files[0]]
-    return BoxesOfParts([readers[file] for file in files])
+    return BoxesOfSplits([readers[file] for file in files])
 
 
 _IMAGES_COMPARED = 200  # with the boxes of a file of detections, which has no image sizes
@@ -461,7 +461,7 @@ class ImageLoader:
         """Return the candidate boxes of the sample or of a file, checked against the annotations, or None."""
         candidates = image.boxes
         if candidates is None and self.box_reader is not None:
-            candidates = self.box_reader.of_part(image.part).read(image.id)
+            candidates = self.box_reader.of_split(image.split_index).read(image.id)
         self._check_annotations(image, candidates)
         return candidates
 

@@ -111,11 +111,11 @@ class LXMERTDataset(RecordDataset):
 
     def __init__(self, files: DataFiles, options: ImageSets, split: str, needs: DataNeeds) -> None:
         self.options = options
-        self.parts = [options.values(name) for name in split_names(split)]
+        self.split_values = [options.values(name) for name in split_names(split)]
         self.folders: list[Path] = []  # image folder of each split; empty if no images are read
         texts: list[Any] = []
         splits: list[JoinedSplit] = []
-        for values in self.parts:
+        for values in self.split_values:
             split_texts = self.read(files.path(self.key, **values), options)
             split_texts = _kept(split_texts, options, files, values, needs)
             texts += split_texts
@@ -141,7 +141,7 @@ class LXMERTDataset(RecordDataset):
             yield from cls.read(files.path(cls.key, **options.values(name)), options)
 
     def image(self, name: str, text: int) -> SampleImage:
-        folder = self.folders[self.part_of(text)] if self.folders else Path()
+        folder = self.folders[self.split_index(text)] if self.folders else Path()
         return SampleImage(name, self.options.file(folder, name), image_aliases=aliases_of_id(name))
 
 

@@ -74,7 +74,7 @@ class NLVR2Dataset(RecordDataset):
     def __init__(self, files: DataFiles, options: NLVR2Options, split: str, needs: DataNeeds) -> None:
         self.options = options
         self.folders: list[Path] = []  # of images, for each split
-        self.parts: list[dict[str, str]] = []
+        self.split_values: list[dict[str, str]] = []
         examples: list[PairStatement] = []
         splits: list[JoinedSplit] = []
         for name in split_names(split):
@@ -84,15 +84,15 @@ class NLVR2Dataset(RecordDataset):
             splits.append(JoinedSplit(name, self.files_by_image_id(files, needs, values), folder, len(own)))
             self.folders.append(folder)
             examples += own
-            self.parts.append(values)
+            self.split_values.append(values)
         self.set_texts(examples, f"the splits {split}: example", splits, need_labels=needs.training)
         self.instances: list[CocoInstances] = []  # of each split
         if needs.annotations:
-            self.instances = open_instances(files, self.parts)
+            self.instances = open_instances(files, self.split_values)
             self.class_names = self.instances[0].class_names
             self._ids_of_names = {instances.path: _ids_of_names(instances) for instances in self.instances}
-            for part, name in self.image_keys():
-                path = self.instances[part].path
+            for split_index, name in self.image_keys():
+                path = self.instances[split_index].path
                 if name not in self._ids_of_names[path]:
                     raise UserError(f"{path}: no image is named {name}; use the instances file of these pairs")
 
@@ -104,19 +104,19 @@ class NLVR2Dataset(RecordDataset):
     def contents(self) -> Iterable[np.ndarray]:
         yield from super().contents()
         if self.instances:
-            for part, name in self.image_keys():
-                instances = self.instances[part]
+            for split_index, name in self.image_keys():
+                instances = self.instances[split_index]
                 yield instances.encoded(self._ids_of_names[instances.path][name])
 
     def image(self, name: str, text: int) -> SampleImage:
         example, place = self.texts[text], f"{name}{self.options.suffix}"
         if example.directory is not None and self.options.use_folders:
             place = f"{example.directory}/{place}"
-        part = self.part_of(text)
-        file = self.folders[part] / place
+        split_index = self.split_index(text)
+        file = self.folders[split_index] / place
         if not self.instances:
             return SampleImage(name, file)
-        instances = self.instances[part]
+        instances = self.instances[split_index]
         image_id = self._ids_of_names[instances.path][name]
         return dataclasses.replace(instances.sample_image(image_id, file), id=name)
 

@@ -194,7 +194,7 @@ class RefCOCODataset(RecordDataset):
         self.phrases = None
         if "phrases" in files and needs.phrases:
             self.phrases = NounPhrases(files.path("phrases"), files.path("phrase_boxes"))
-        self.parts = [{"split": split}]
+        self.split_values = [{"split": split}]
         self.class_names = self.instances.class_names
 
     @classmethod

@@ -184,7 +184,7 @@ class VCRDataset(VLDataset):
         self.options = options
         self.class_names = options.class_names
         self.has_phrases = options.names_are_phrases
-        self.parts = [{}]
+        self.split_values = [{}]
         each = options.condition_on == "each"
         needs_labels = needs.training or (options.question != "answer" and not each)
         needs_rationales = needs.training and options.question != "answer"

@@ -229,7 +229,7 @@ class VisualGenomeDataset(RecordDataset):
     def __init__(self, files: DataFiles, options: GenomeOptions, split: str, needs: DataNeeds) -> None:
         self.options = options
         self.folder = Path() if needs.boxes is BoxSource.PRECOMPUTED else files.path("images", split=split)
-        self.parts = [{"split": split}]
+        self.split_values = [{"split": split}]
         images = list(stream_list(image_data := files.path("image_data", split=split), GenomeImage))
         image_of = {image.image_id: image for image in images}
         path = files.path(options.texts, split=split)

@@ -148,7 +148,7 @@ class VQADataset(RecordDataset):
 
     def __init__(self, files: DataFiles, options: VQAOptions, split: str, needs: DataNeeds) -> None:
         self.options = options
-        self.parts: list[dict[str, str]] = []
+        self.split_values: list[dict[str, str]] = []
         self.folders: list[Path] = []
         self.instances: list[CocoInstances] = []
         questions: list[VQAQuestion] = []
@@ -160,12 +160,12 @@ class VQADataset(RecordDataset):
             folder = files.path("images", **values)
             image_names = options.file(folder, "ID", images=values["images"])
             splits.append(JoinedSplit(name, self.files_by_image_id(files, needs, values), image_names, len(own)))
-            self.parts.append(values)
+            self.split_values.append(values)
             self.folders.append(folder)
             questions += own
         self.set_texts(questions, f"the splits {split}: question", splits)
         if needs.annotations and "instances" in files:
-            self.instances = open_instances(files, self.parts, self.image_keys())
+            self.instances = open_instances(files, self.split_values, self.image_keys())
             self.class_names = self.instances[0].class_names
 
     @classmethod
@@ -184,9 +184,9 @@ class VQADataset(RecordDataset):
         yield from encoded_objects(self.instances, self.image_keys())
 
     def image(self, name: str, text: int) -> SampleImage:
-        part = self.part_of(text)
-        file = self.options.file(self.folders[part], name, images=self.parts[part]["images"])
-        return self.instances[part].sample_image(name, file) if self.instances else SampleImage(name, file)
+        split_index = self.split_index(text)
+        file = self.options.file(self.folders[split_index], name, images=self.split_values[split_index]["images"])
+        return self.instances[split_index].sample_image(name, file) if self.instances else SampleImage(name, file)
 
 
 def _read_split(files: DataFiles, name: str, *, annotated: bool) -> list[VQAQuestion]:

@@ -283,7 +283,7 @@ class Evaluator:
         if unreadable:
             unreadable_images: set[tuple[int, str]] = set()
             for request in unreadable:
-                unreadable_images.update((request.part, image_id) for image_id in request.images)
+                unreadable_images.update((request.split_index, image_id) for image_id in request.images)
             scores["unreadable_images"] = len(unreadable_images)
         if losses is not None:
             scores |= losses.metrics(self.config)

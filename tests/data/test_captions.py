@@ -80,7 +80,7 @@ def make(
     """Captions and corpus in the wording of pre-training; `options` are objectives."""
     dataset = read(root, files, source, split, boxes, training=training)
     reader = None
-    if boxes in ("detections", "precomputed") and dataset.parts:
+    if boxes in ("detections", "precomputed") and dataset.split_values:
         reader = open_boxes([root / files[boxes]], RULE, with_features=False)
     preprocessor = make_preprocessor(tokenizer, **({"masked_text": 1.0, "relationship": 1.0} | options))
     return examples(dataset, preprocessor, boxes, reader, seed=7, flip_probability=flip)
@@ -191,7 +191,7 @@ def test_folders_of_joined_splits_are_named_by_their_image_sets(root, tmp_path):
         write_json(tmp_path / "captions" / f"captions_{name}.json", content)
     files = COCO | {"images": "images/{images}"}
     dataset = read(tmp_path, files, split="train2014+valminusminival2014", use_corpus=False)
-    assert dataset.parts == [
+    assert dataset.split_values == [
         {"split": "train2014", "images": "train2014"},
         {"split": "valminusminival2014", "images": "val2014"},
     ]

@@ -149,7 +149,7 @@ def test_objects_without_a_box_in_the_image_are_no_candidates_but_may_be_named(s
 
 def test_splits_are_joined(settings):
     dataset = make(settings, "train_balanced+val_all")
-    assert len(dataset) == 5 and [part["part"] for part in dataset.parts] == ["train", "val"]
+    assert len(dataset) == 5 and [values["part"] for values in dataset.split_values] == ["train", "val"]
     assert dataset.sample((3,)).images[0].objects is not None
     options = open_options(GQADataset, settings)
     answers = GQADataset.answers_of(*options, "train_balanced+val_all")

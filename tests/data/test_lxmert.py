@@ -67,7 +67,7 @@ def test_splits_are_joined_and_keep_their_images(root, name):
     suffix = ".png" if name == "listed_pairs" else ".jpg"
     assert {place.name for place in places} == {f"{one}{suffix}" for one in "abc"}
     assert places[-1] == root / "photos" / "second" / f"c{suffix}"
-    assert [part["images"] for part in dataset.parts] == ["first", "second"]
+    assert [values["images"] for values in dataset.split_values] == ["first", "second"]
     assert sorted(text for group in dataset.groups for text in group) == list(range(len(dataset)))
 
 

@@ -79,7 +79,7 @@ def test_annotated_objects_are_found_by_file_name(settings):
 
 def test_splits_are_joined(settings):
     dataset = make(settings, "train+dev")
-    assert len(dataset) == 4 and [part["images"] for part in dataset.parts] == ["train", "dev"]
+    assert len(dataset) == 4 and [values["images"] for values in dataset.split_values] == ["train", "dev"]
     options = open_options(NLVR2Dataset, settings)
     assert list(NLVR2Dataset.texts_of(*options, "dev+train"))[:2] == ["Is it dev-8-2-1?", "Is it train-3-0-0?"]
     with refused("dev-8-2-1", "dev+balanced/balanced_dev", "twice"):

@@ -43,7 +43,7 @@ def read(tiny) -> list[Expression]:
 def test_texts_are_grouped_by_image(tiny):
     dataset = make(tiny, training=True)
     assert len(dataset) == 7 and list(dataset.groups) == [[0, 1, 2, 3, 4], [5, 6]]
-    assert list(dataset.image_ids()) == ["7", "3"] and dataset.parts == [{"split": "train"}]
+    assert list(dataset.image_ids()) == ["7", "3"] and dataset.split_values == [{"split": "train"}]
     assert list(make(tiny, "test").groups) == [[0, 1]]
     options = open_options(RefCOCODataset, tiny.settings)
     texts = list(RefCOCODataset.texts_of(*options, "train"))

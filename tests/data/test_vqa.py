@@ -58,7 +58,7 @@ def test_splits_are_joined(settings, tiny):
         make(settings, "train2014+val2014", boxes="detections+gt")
     dataset = make(settings, "train2014+val2014", boxes="online")
     assert len(dataset) == 4 and list(dataset.groups) == [[0, 2], [1], [3]], "an image of another set is another image"
-    assert [part["split"] for part in dataset.parts] == ["train2014", "val2014"]
+    assert [values["split"] for values in dataset.split_values] == ["train2014", "val2014"]
     assert str(dataset.sample((3,)).images[0].locate()).endswith("val2014/COCO_val2014_000000000007.jpg")
     assert list(dataset.image_ids()) == ["7", "3", "7"]
     options = open_options(VQADataset, settings)
@@ -85,7 +85,7 @@ def test_names_of_image_sets(settings, subtype, images, tmp_path):
     dataset = make(with_files(settings, annotations=None), subtype, training=False)
     found = dataset.sample((0,)).images[0].locate()
     assert found == tmp_path / images / f"COCO_{images}_000000000009.jpg"
-    assert dataset.parts == [{"split": subtype, "images": images}]
+    assert dataset.split_values == [{"split": subtype, "images": images}]
 
 
 def test_images_that_the_instances_lack_are_named(settings, tiny):

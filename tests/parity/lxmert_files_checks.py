@@ -107,7 +107,7 @@ def open_items(golden, name: str, splits: list[str]) -> VLDataset:
 
 
 def features_of(golden, dataset: VLDataset) -> StoredBoxes:
-    paths = dict.fromkeys(golden.folder / "data" / f"{part['images']}_obj36.tsv" for part in dataset.parts)
+    paths = dict.fromkeys(golden.folder / "data" / f"{part['images']}_obj36.tsv" for part in dataset.split_values)
     return StoredBoxes([TsvStore(path) for path in paths], None, with_features=False)
 
 
