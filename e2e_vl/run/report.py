@@ -95,34 +95,43 @@ def draw_schedule(config: RunConfig, path: Path) -> None:
 
 
 def _find_plot(kind: str, name: str) -> tuple[str, str]:
-    """The plot of a value ("": none) and its label there."""
+    """Return the title of a value's plot ("": none) and its label there."""
     if kind == "train" and name not in OTHER_VALUES:
         first, _, rest = name.partition("_")
         if first in SCHEDULES:
             return SCHEDULES[first], rest
-        return (SUM if name == TOTAL else DETECTOR if name.startswith(DETECTOR_PREFIX) else TASK), name
-    metric = MetricName.read(name) if kind in ("eval", "final") else None
+        if name == TOTAL:
+            return SUM, name
+        if name.startswith(DETECTOR_PREFIX):
+            return DETECTOR, name
+        return TASK, name
+    if kind not in ("eval", "final"):
+        return "", name
+    metric = MetricName.read(name)
     if metric is None or metric.detail or not metric.measures_model:
         return "", name
-    label = f"{metric.split}: {metric.metric.replace('_', ' ')}, {metric.boxes}"
-    return (EVALUATION_LOSS if metric.metric == TOTAL else EVALUATION), label
+    title = EVALUATION_LOSS if metric.metric == TOTAL else EVALUATION
+    return title, f"{metric.split}: {metric.metric.replace('_', ' ')}, {metric.boxes}"
 
 
 def _plot(axes: Axes, title: str, series: Series) -> None:
-    names: dict[tuple[tuple[int, float], ...], list[str]] = {}  # equal curves are one
+    names_of_curve: dict[tuple[tuple[int, float], ...], list[str]] = {}  # equal curves are drawn once
     for name, points in series.items():
         # the last evaluation may be logged twice: between epochs and at the end
-        names.setdefault(tuple(dict(points).items()), []).append(name)
-    for points, found in names.items():
+        names_of_curve.setdefault(tuple(dict(points).items()), []).append(name)
+    all_values: list[float] = []
+    for points, names in names_of_curve.items():
         steps, values = zip(*points, strict=True)
         marker = "." if len(steps) <= MAX_MARKERS else None
-        label = textwrap.fill(", ".join(found), LEGEND_WIDTH)
+        label = textwrap.fill(", ".join(names), LEGEND_WIDTH)
         axes.plot(steps, values, label=label, linewidth=1.2, marker=marker)
-    values = [value for points in series.values() for _, value in points]
+        all_values += values
+    lowest = min(all_values)
+    highest = max(all_values)
     if title == EVALUATION:
-        axes.set_ylim(max(min(values) - 0.1, 0), max(1.02, *values))
+        axes.set_ylim(max(lowest - 0.1, 0), max(1.02, highest))
         axes.set_xlim(left=0)
-    elif title not in SCHEDULES.values() and min(values) > 0 and max(values) > 10 * min(values):
+    elif title not in SCHEDULES.values() and lowest > 0 and highest > 10 * lowest:
         axes.set_yscale("log")
     else:
         axes.ticklabel_format(axis="y", scilimits=(-3, 5))
@@ -134,7 +143,7 @@ def _plot(axes: Axes, title: str, series: Series) -> None:
 
 
 def list_changed_settings(config: RunConfig) -> list[str]:
-    """The settings of a run that differ from the defaults, as `key: default -> value`."""
+    """List the settings of a run that differ from the defaults, as `key: default -> value`."""
     defaults = msgspec.to_builtins(
         RunConfig(
             output="",
@@ -165,46 +174,63 @@ class Table(NamedTuple):
 
     @classmethod
     def build(cls, title: str, cells: Cells) -> Table:
-        headings, columns = [], []
-        for heading in dict.fromkeys(heading for heading, _ in cells):
-            found = {source: values for (own, source), values in cells.items() if own == heading}
-            if len(found) > 1 and len({tuple(values.items()) for values in found.values()}) == 1:
-                found = {"": next(iter(found.values()))}
-            headings.append((heading, list(found)))
-            columns += found.values()
-        names = dict.fromkeys(row for column in columns for row in column)
+        """Arrange cells as a table whose first row is that over all texts."""
+        by_heading: dict[str, dict[str, dict[str, Any]]] = {}  # heading -> box source -> a value per row
+        for (heading, source), values in cells.items():
+            by_heading.setdefault(heading, {})[source] = values
+        headings = []
+        columns = []
+        for heading, by_source in by_heading.items():
+            distinct = {tuple(values.items()) for values in by_source.values()}
+            if len(by_source) > 1 and len(distinct) == 1:
+                by_source = {"": next(iter(by_source.values()))}
+            headings.append((heading, list(by_source)))
+            columns += by_source.values()
+        names = dict.fromkeys(itertools.chain.from_iterable(columns))
         ordered = sorted(names, key=lambda row: row != ALL)
         return cls(title, headings, {row: [column.get(row) for column in columns] for row in ordered})
 
 
 def build_tables(metrics: Mapping[str, Any], split: str, counts: Cells | None = None) -> list[Table]:
-    """A table of the metrics of a split over all texts, then one of each set of families.
+    """Build a table of the metrics of a split over all texts, then one of each set of families.
 
     Args:
         metrics: by names such as `val/accuracy_predicted_boxes/relation`; others are ignored.
         counts: columns that join the first table with all of their families.
     """
-    whole, families = Cells(), Cells()
-    named = [(found, value) for name, value in metrics.items() if (found := MetricName.read(name)) is not None]
-    for found, value in sorted(named, key=lambda one: one[0].is_count):
-        if found.split == split:
-            words = found.metric.replace("_", " ")
-            column = ("", found.boxes) if not found.detail else (words, found.boxes)
-            row = found.detail.replace("_", " ") or words
-            (families if found.detail else whole).setdefault(column, {})[row] = value
-    for (words, source), column in families.items():
-        if words in whole.get(("", source), {}):
-            column[ALL] = whole["", source][words]
+    of_split = []
+    for name, value in metrics.items():
+        metric = MetricName.read(name)
+        if metric is not None and metric.split == split:
+            of_split.append((metric, value))
+    of_split.sort(key=lambda entry: entry[0].is_count)
+    overall = Cells()
+    by_family = Cells()
+    for metric, value in of_split:
+        words = metric.metric.replace("_", " ")
+        if metric.detail:
+            family = metric.detail.replace("_", " ")
+            by_family.setdefault((words, metric.boxes), {})[family] = value
+        else:
+            overall.setdefault(("", metric.boxes), {})[words] = value
+    for (words, source), column in by_family.items():
+        if words in overall.get(("", source), {}):
+            column[ALL] = overall["", source][words]
+    tables = []
+    if overall:
+        tables.append(Table.build("overall", overall))
     alike: dict[frozenset[str], Cells] = {}  # columns by the families that they have
-    for column, values in [*families.items(), *(counts or {}).items()]:
-        own = frozenset(values) - {ALL}
-        joined = next((one for one in alike if own and own <= one), own)
-        alike.setdefault(joined, {})[column] = values
-    tables = [Table.build("overall", whole)] if whole else []
-    for names, cells in alike.items():
-        title = "by kind" if names else "answers"
-        is_shortcut = {words for words, _ in cells} == {shortcuts.METRIC.replace("_", " ")}
-        tables.append(Table.build("best shortcuts" if is_shortcut else title, cells))
+    for column, values in [*by_family.items(), *(counts or {}).items()]:
+        families = frozenset(values) - {ALL}
+        key = families
+        if families:  # they join the first table that has all of them
+            key = next((other for other in alike if families <= other), families)
+        alike.setdefault(key, {})[column] = values
+    for families, cells in alike.items():
+        title = "by kind" if families else "answers"
+        if {words for words, _ in cells} == {shortcuts.METRIC.replace("_", " ")}:
+            title = "best shortcuts"
+        tables.append(Table.build(title, cells))
     return tables
 
 
@@ -225,67 +251,94 @@ class DescribedPrediction(NamedTuple):
         correct = self.prediction.correct
         if correct is None:
             return "unlabelled"
-        return "correct" if correct >= 1 else "partly correct" if correct > 0 else "wrong"
+        if correct >= 1:
+            return "correct"
+        return "partly correct" if correct > 0 else "wrong"
 
     @property
     def phrases(self) -> str:
         """The phrases of the text, their scores and whether they are right; "" without phrases."""
-        words = {None: "", True: ", right", False: ", wrong"}
-        return "; ".join(f"{one.text} {one.score:.2f}{words[one.correct]}" for one in self.prediction.grounded)
+        ends = {None: "", True: ", right", False: ", wrong"}
+        texts = [f"{phrase.text} {phrase.score:.2f}{ends[phrase.correct]}" for phrase in self.prediction.grounded]
+        return "; ".join(texts)
 
     @property
     def families(self) -> list[str]:
         """`ALL`, then "relation" and "relation/nearest" of a text of that family."""
-        parts = self.summary.group.replace("_", " ").split("/")
-        return [ALL, *("/".join(parts[: end + 1]) for end in range(len(parts)) if parts[0])]
+        group = self.summary.group.replace("_", " ")
+        if not group:
+            return [ALL]
+        return [ALL, *itertools.accumulate(group.split("/"), "{}/{}".format)]
 
 
 def describe(predictions: Iterable[Prediction], task: Task) -> list[DescribedPrediction]:
     """Describe predictions; texts with phrases only are left out."""
-    return [DescribedPrediction(one, task.describe(one)) for one in with_target(predictions)]
+    return [DescribedPrediction(prediction, task.describe(prediction)) for prediction in with_target(predictions)]
 
 
 def count_outcomes(described: Mapping[str, Sequence[DescribedPrediction]]) -> Cells:
-    """Numbers of texts and of answers that are not correct, by family.
+    """Count texts, and answers that are not correct, by family.
 
     Args:
         described: box source -> predictions.
     """
     counts: dict[tuple[str, str], Counter[str]] = {}
     for source, predictions in described.items():
-        for one in predictions:
-            names = ["texts"] + [one.outcome] * (one.outcome != "correct")
-            # the first phrase usually refers to the answer itself, and others to the landmark of a relation
-            judged = [phrase.correct for phrase in one.prediction.grounded[1:] if phrase.correct is not None]
-            if one.outcome == "wrong" and judged and all(judged):
-                names.append("wrong, other phrases right")
-            if one.prediction.is_unsure:
-                names += ["unsure", "wrong, unsure"] if one.outcome == "wrong" else ["unsure"]
-            for name in names:
-                counts.setdefault((name, source), Counter()).update(one.families)
-    order = ("texts", *OUTCOMES)
-    found = sorted(counts, key=lambda column: order.index(column[0]) if column[0] in order else len(order))
-    rows = {source: sorted(counts["texts", source]) for _, source in found}
-    return {(name, source): {row: counts[name, source][row] for row in rows[source]} for name, source in found}
+        for prediction in predictions:
+            for heading in _headings_of(prediction):
+                counts.setdefault((heading, source), Counter()).update(prediction.families)
+
+    def order_of(column: tuple[str, str]) -> int:
+        headings = ("texts", *OUTCOMES)  # others come after them, in the order of their first texts
+        return headings.index(column[0]) if column[0] in headings else len(headings)
+
+    cells = Cells()
+    for heading, source in sorted(counts, key=order_of):
+        families = sorted(counts["texts", source])
+        cells[heading, source] = {family: counts[heading, source][family] for family in families}
+    return cells
+
+
+def _headings_of(prediction: DescribedPrediction) -> list[str]:
+    """Return the headings of the columns that count a prediction."""
+    headings = ["texts"]
+    is_wrong = prediction.outcome == "wrong"
+    if prediction.outcome != "correct":
+        headings.append(prediction.outcome)
+    # the first phrase usually refers to the answer itself, and others to the landmark of a relation
+    others = [phrase.correct for phrase in prediction.prediction.grounded[1:] if phrase.correct is not None]
+    if is_wrong and others and all(others):
+        headings.append("wrong, other phrases right")
+    if prediction.prediction.is_unsure:
+        headings.append("unsure")
+        if is_wrong:
+            headings.append("wrong, unsure")
+    return headings
 
 
 def count_mistakes(described: Mapping[str, Sequence[DescribedPrediction]]) -> Cells:
-    """The most frequent pairs of a ground truth and a wrong answer, with the number of images of each."""
+    """Count the most frequent pairs of a ground truth and a wrong answer by the number of images of each."""
     counts: dict[str, Counter[str]] = {}
     for source, predictions in described.items():
-        found: dict[tuple[str, str, str | None], None] = {}  # each pair once per image, in order
-        for one in predictions:
-            if one.outcome in ("wrong", "partly correct"):
-                whole = ((one.summary.truth, one.summary.answer),) if one.outcome == "wrong" else ()
-                for pair in whole if one.summary.mistakes is None else one.summary.mistakes:
-                    found[(*pair, one.prediction.file_name)] = None
-        counts[source] = Counter(f"{truth} → {answer}" for truth, answer, _ in found if truth)
+        mistakes: dict[tuple[str, str, str | None], None] = {}  # each pair once per image, in order
+        for prediction in predictions:
+            if prediction.outcome not in ("wrong", "partly correct"):
+                continue
+            summary = prediction.summary
+            pairs = summary.mistakes
+            if pairs is None:  # the answer has no parts
+                pairs = [(summary.truth, summary.answer)] if prediction.outcome == "wrong" else []
+            for truth, answer in pairs:
+                mistakes[truth, answer, prediction.prediction.file_name] = None
+        counts[source] = Counter(f"{truth} → {answer}" for truth, answer, _ in mistakes if truth)
     frequent = [row for row, _ in sum(counts.values(), Counter()).most_common(MAX_MISTAKES)]
-    frequent = [row for row in frequent if any(found[row] > 1 for found in counts.values())]
-    return {("images", source): {row: found[row] for row in frequent} for source, found in counts.items() if frequent}
+    frequent = [row for row in frequent if any(of_source[row] > 1 for of_source in counts.values())]
+    if not frequent:
+        return {}
+    return {("images", source): {row: of_source[row] for row in frequent} for source, of_source in counts.items()}
 
 
-class Sample(NamedTuple):
+class PredictionSample(NamedTuple):
     """A random sample of the `total` predictions with an outcome."""
 
     boxes: str
@@ -296,23 +349,25 @@ class Sample(NamedTuple):
 
 def draw_samples(
     described: Mapping[str, Sequence[DescribedPrediction]], number: int, generator: np.random.Generator
-) -> list[Sample]:
-    """At most `number` predictions of each outcome and box source, spread evenly over the families; wrong ones first.
+) -> list[PredictionSample]:
+    """Draw at most `number` predictions of each outcome and box source, spread evenly over families, wrong ones first.
 
     Families take turns, and the one with the most predictions of the outcome comes first.
     """
     samples = []
     for outcome, (boxes, predictions) in itertools.product(OUTCOMES, reversed(described.items())):
-        members = [one for one in predictions if one.outcome == outcome]
-        totals, turns = Counter(one.summary.group for one in members), Counter()
-        drawn = []
+        members = [prediction for prediction in predictions if prediction.outcome == outcome]
+        totals = Counter(prediction.summary.group for prediction in members)
+        turns: Counter[str] = Counter()
+        drawn = []  # (turn of its family, minus the size of its family, prediction)
         for row in generator.permutation(len(members)):
             group = members[row].summary.group
             drawn.append((turns[group], -totals[group], members[row]))
             turns[group] += 1
-        shown = [one for *_, one in sorted(drawn, key=lambda one: one[:2])[:number]]
+        drawn.sort(key=lambda entry: entry[:2])
+        shown = [prediction for _, _, prediction in drawn[:number]]
         if members:
-            samples.append(Sample(boxes, outcome, len(members), shown))
+            samples.append(PredictionSample(boxes, outcome, len(members), shown))
     return samples
 
 
@@ -338,7 +393,8 @@ def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
     metrics = read_json(run_dir / "metrics.json", dict[str, Any])
     curves = draw_curves(read_log(run_dir / "log.jsonl"))
     generator = np.random.default_rng(config.seed)
-    sections, best = [], metrics.get("best") or {}
+    best = metrics.get("best") or {}
+    sections = []
     for split in config.data.eval_splits:
         described = {}
         for boxes in config.eval.boxes:
@@ -349,28 +405,37 @@ def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
                 mark_unsure(task, predictions, find_sure_threshold(metrics, config.data.eval_splits, boxes))
                 described[words] = describe(predictions, task)
         outcomes: dict[int, dict[str, str]] = {}  # index of a text -> box source -> outcome
-        for boxes, one in ((boxes, one) for boxes, found in described.items() for one in found):
-            outcomes.setdefault(one.prediction.text_index, {})[boxes] = one.outcome
-        mistakes = count_mistakes(described)
+        for boxes, predictions in described.items():
+            for prediction in predictions:
+                outcomes.setdefault(prediction.prediction.text_index, {})[boxes] = prediction.outcome
+        mistakes = []
+        mistake_cells = count_mistakes(described)
+        if mistake_cells:
+            mistakes.append(Table.build("most frequent mistakes: truth → answer", mistake_cells))
         sections.append(
             {
                 "split": split,
                 "tables": build_tables(metrics, split, count_outcomes(described)),
                 "best": build_tables(best.get("metrics", {}), split),
-                "mistakes": [Table.build("most frequent mistakes: truth → answer", mistakes)] if mistakes else [],
+                "mistakes": mistakes,
                 "samples": draw_samples(described, config.eval.report_pictures, generator),
                 "outcomes": outcomes,
             }
         )
+    command = typed_command("--config")
+    if command is None:
+        command = shlex.join(["e2e-vl", "train", "--config", str(run_dir / "config.yaml")])
+    task_title = (sys.modules[type(task).__module__].__doc__ or config.task.name).splitlines()[0].rstrip(".")
     return render(
-        *(run_dir / "report.html", "page.html.jinja"),
+        run_dir / "report.html",
+        "page.html.jinja",
         title=run_dir.resolve().name,
-        task=(sys.modules[type(task).__module__].__doc__ or config.task.name).splitlines()[0].rstrip("."),
+        task=task_title,
         data=config.data,
         date=datetime.datetime.fromtimestamp((run_dir / "metrics.json").stat().st_mtime),
-        command=typed_command("--config") or shlex.join(["e2e-vl", "train", "--config", str(run_dir / "config.yaml")]),
+        command=command,
         # statistics of the run itself, such as `steps`; the best model has its own section
-        numbers={name: one for name, one in metrics.items() if name != "best" and MetricName.read(name) is None},
+        numbers={name: value for name, value in metrics.items() if name != "best" and MetricName.read(name) is None},
         best=best,
         sections=sections,
         open_cards=OPEN_CARDS,
@@ -382,11 +447,13 @@ def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
 
 
 def typed_command(option: str) -> str | None:
-    """The command that started Python; None if it does not have the option, as in a notebook."""
+    """Return the command that started Python; None if it does not have the option, as in a notebook."""
     program, *words = sys.argv
     if not any(word.startswith(option) for word in words):
         return None
-    return shlex.join(["e2e-vl" if Path(program).name in ("e2e-vl", "__main__.py") else program, *words])
+    if Path(program).name in ("e2e-vl", "__main__.py"):
+        program = "e2e-vl"
+    return shlex.join([program, *words])
 
 
 def render(path: Path, template: str, **values: Any) -> Path:
@@ -412,16 +479,20 @@ class Picture(NamedTuple):
 
 
 def draw_prediction(task: Task, prediction: Prediction) -> Picture:
+    """Draw a prediction, or say why it cannot be drawn."""
     try:
         drawn = task.draw(prediction)
     except (OSError, ValueError) as error:  # the image is in an archive, or was moved since
         return Picture(problem=str(error))
-    return Picture() if drawn is None else encode_picture(drawn)
+    if drawn is None:
+        return Picture()
+    return encode_picture(drawn)
 
 
 def encode_picture(drawn: UInt8[np.ndarray, "height width 3"]) -> Picture:
-    """An RGB picture in the size of the page."""
-    buffer, image = io.BytesIO(), Image.fromarray(drawn)
+    """Encode an RGB picture, in the size of the page."""
+    buffer = io.BytesIO()
+    image = Image.fromarray(drawn)
     factor = min((MAX_PICTURE_AREA / (image.width * image.height)) ** 0.5, 1)
     size = (max(round(image.width * factor), 1), max(round(image.height * factor), 1))
     image.resize(size).save(buffer, "JPEG", quality=85)
@@ -429,16 +500,18 @@ def encode_picture(drawn: UInt8[np.ndarray, "height width 3"]) -> Picture:
 
 
 def data_uri(content: bytes, kind: str) -> str:
-    """A PNG or JPEG file as an address within the page."""
+    """Return the content of a PNG or JPEG file as an address within the page."""
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def _format_number(value: Any) -> str:
-    """A number as text: whole and large ones without, others with three decimals or digits; None as a dash."""
+    """Write a number: whole and large ones without decimals, others with three decimals or digits; None as a dash."""
     if value is None:
         return "–"
     if not isinstance(value, int | float):
         return str(value)
     if isinstance(value, int) or abs(value) >= 1000 or (value.is_integer() and abs(value) > 1):
         return f"{value:,.0f}"
-    return f"{value:.3f}" if abs(value) >= 0.001 or value == 0 else f"{value:.3g}"
+    if abs(value) >= 0.001 or value == 0:
+        return f"{value:.3f}"
+    return f"{value:.3g}"
