@@ -44,17 +44,22 @@ def write_annotation_page(
         boxes_of.setdefault(annotation["image_id"], []).append(annotation)
     ref_of = {ref["ann_id"]: ref for ref in refs}
     cards = []
-    for image in (images[row] for row in rows):
+    for row in rows:
+        image = images[row]
         annotations = boxes_of[image["id"]]
-        split = {ref_of[annotation["id"]]["split"] for annotation in annotations if annotation["id"] in ref_of}
+        splits: set[str] = set()
         lines = []
         for annotation in annotations:
-            sentences = ref_of.get(annotation["id"], {"sentences": []})["sentences"]
-            texts = "; ".join(f"“{sentence['sent']}”" for sentence in sentences)
-            label = _label(annotation, names)
-            lines.append(f"{label}: {texts}" if texts else label)
+            line = _label(annotation, names)
+            ref = ref_of.get(annotation["id"])
+            if ref is not None:
+                splits.add(ref["split"])
+                texts = "; ".join(f"“{sentence['sent']}”" for sentence in ref["sentences"])
+                if texts:
+                    line += f": {texts}"
+            lines.append(line)
         picture = _draw(folder / image["file_name"], annotations, names)
-        cards.append(_Card(image["file_name"], picture, ", ".join(sorted(split)), lines))
+        cards.append(_Card(image["file_name"], picture, ", ".join(sorted(splits)), lines))
     counts = Counter(names[annotation["category_id"]] for annotation in instances["annotations"])
     return render(
         path,
@@ -73,7 +78,7 @@ def _label(annotation: Mapping[str, Any], names: Mapping[int, str]) -> str:
 
 
 def _draw(path: Path, annotations: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> Picture:
-    """The image with its boxes, in a colour per category; the labels are those of the list below it."""
+    """Draw the boxes of an image in a colour per category; the labels are those of the list below it."""
     try:
         image = load_image(path, "RGB")
     except (OSError, ValueError) as error:  # the sizes were read from its header, but its pixels are damaged

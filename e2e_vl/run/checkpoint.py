@@ -143,27 +143,28 @@ def load_model(
 
 
 def _parts(model: VisionLanguageModel) -> dict[str, nn.Module]:
-    """The modules that are saved, by folder name."""
+    """Return the modules that are saved, by folder name."""
     parts = {"detector": model.detector, "encoder": model.encoder, "task": model.task}
     parts |= {"teacher": model.teacher, "phrases": model.phrase_head}
     return {name: part for name, part in parts.items() if part is not None}
 
 
 def load_saved_config(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read the settings that a run or a saved model was trained with."""
     return load_config(find_model_folder(run_dir) / "config.yaml", overrides)
 
 
 def _with_answers(config: RunConfig, answers: Path) -> Settings:
-    """The settings of the task, with the path of the saved answers in them or in those of its objectives."""
+    """Return the settings of the task, with the path of the saved answers in them or in those of its objectives."""
     settings = config.task.config
     if TASKS[config.task.name].cls.vocabulary_class is not None:
         return replace(settings, answers=str(answers))
     if not answers.is_file():
         return settings
-    objectives = {
-        name: replace(one, answers=str(answers), answer_sources=None) if hasattr(one, "answers") else one
-        for name, one in settings.objectives.items()
-    }
+    objectives = dict(settings.objectives)
+    for name, objective in settings.objectives.items():
+        if hasattr(objective, "answers"):
+            objectives[name] = replace(objective, answers=str(answers), answer_sources=None)
     return replace(settings, objectives=objectives)
 
 
@@ -182,8 +183,10 @@ def save_state(
 ) -> None:
     """Write a checkpoint, then remove all but the `keep` newest; called on every process.
 
-    Checkpoints of later steps (skipped as damaged on resume) are removed too. `position`: `step` and other JSON values;
-    `load_state` returns them.
+    Checkpoints of later steps (skipped as damaged on resume) are removed too.
+
+    Args:
+        position: `step` and other JSON values; `load_state` returns them.
     """
     bad = [name for name, value in model.named_parameters() if not value.isfinite().all()]
     if bad:
@@ -201,9 +204,9 @@ def save_state(
             write_json(part / POSITION_FILE, {**position, "processes": accelerator.num_processes})
             write_checksums(part)
     if accelerator.is_main_process:
-        every = list_checkpoints(folder.parent.parent)
-        kept = [one for one in every if one.name <= folder.name][-keep:]
-        for old in set(every).difference(kept):
+        checkpoints = list_checkpoints(folder.parent.parent)
+        newest = [checkpoint for checkpoint in checkpoints if checkpoint.name <= folder.name][-keep:]
+        for old in set(checkpoints).difference(newest):
             (old / POSITION_FILE).unlink()  # marks it as incomplete
             shutil.rmtree(old)
     accelerator.wait_for_everyone()
@@ -214,7 +217,9 @@ def load_state(accelerator: Accelerator, optimizer: torch.optim.Optimizer, folde
 
     The optimiser keeps the options (learning rates, decay, ...) of the current settings.
     """
-    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    options = []
+    for group in optimizer.param_groups:
+        options.append({key: value for key, value in group.items() if key != "params"})
     for path in sorted((folder / "state").iterdir()):
         if path.suffix in (".bin", ".pkl"):
             check_arrays(path)
@@ -231,7 +236,9 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 def _find_damage(folder: Path) -> str | None:
     """Describe what is wrong with a checkpoint; None if it is intact."""
-    return find_checksum_mismatch(folder) if (folder / POSITION_FILE).is_file() else f"{POSITION_FILE} is missing"
+    if not (folder / POSITION_FILE).is_file():
+        return f"{POSITION_FILE} is missing"
+    return find_checksum_mismatch(folder)
 
 
 def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path | None:
@@ -243,7 +250,10 @@ def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path 
         raise MissingFileError(f"Cannot resume: run directory {output} does not exist; start without --resume.")
     folders = sorted(path for path in (output / "checkpoints").glob("step_*") if path.is_dir())
     damaged: list[str] = []
-    while folders and (damage := _find_damage(folders[-1])) is not None:
+    while folders:
+        damage = _find_damage(folders[-1])
+        if damage is None:
+            break
         damaged.append(f"{folders.pop()} is damaged ({damage})")
     if damaged and not folders:
         raise UserError(f"Cannot resume: {'; '.join(damaged)}; restore a copy, or choose another `output`.")
@@ -258,9 +268,8 @@ def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path 
     written = load_saved_config(folder / "model")
     detector = replace(written.detector, config=str(folder / "model/detector/config.yaml"), overrides={})
     processes = read_json(folder / POSITION_FILE)["processes"]
-    changed = differences(
-        _architecture(replace(written, detector=detector), processes), _architecture(config, num_processes)
-    )
+    architecture_then = _architecture(replace(written, detector=detector), processes)
+    changed = differences(architecture_then, _architecture(config, num_processes))
     if changed:
         raise UserError(
             f"Cannot resume from {folder}: its architecture or number of processes differs from the settings "
@@ -273,11 +282,14 @@ def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path 
 
 
 def _architecture(config: RunConfig, processes: int) -> dict[str, Any]:
-    """What must not change in a resumed run: the architecture and the number of processes."""
+    """Return what must not change in a resumed run: the architecture and the number of processes."""
+    phrases = None
+    if config.phrases.weight:
+        phrases = {"layer": config.phrases.layer, "size": config.phrases.size}
     return {
         "detector": decode_yaml(read_detector_config(config.detector).to_yaml(), config.detector.config),
         "encoder": {"name": config.encoder.name, **msgspec.to_builtins(config.encoder.config)},
         "task": {"name": config.task.name, **msgspec.to_builtins(config.task.config)},
-        "phrases": {"layer": config.phrases.layer, "size": config.phrases.size} if config.phrases.weight else None,
+        "phrases": phrases,
         "number of processes": processes,
     }

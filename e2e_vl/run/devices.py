@@ -71,7 +71,7 @@ def choose_precision(dtype: str | torch.dtype) -> torch.dtype:
 
 @contextlib.contextmanager
 def computing_in(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Context manager under which networks compute in `dtype` where that is safe.
+    """Let networks compute in `dtype`, where that is safe, in this context.
 
     Weights and coordinates of boxes stay float32 (autocast), as in training in mixed precision: bfloat16 has steps of
     4 pixels at 1000.

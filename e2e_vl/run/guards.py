@@ -45,27 +45,33 @@ def check_images(config: RunConfig, run: Run) -> None:
 
     The error names the first missing file and counts the others.
     """
-    splits: dict[str, ExampleDataset] = {split: one for (split, _), one in run.eval_data.items()}
+    splits: dict[str, ExampleDataset] = {split: examples for (split, _), examples in run.eval_data.items()}
     splits[config.data.train_split] = run.train_data
     if config.data.skip_broken or BoxSource(config.data.boxes.train) is BoxSource.PRECOMPUTED:
         return
     for split, examples in splits.items():
-        groups, limit = examples.groups, config.data.check_images
-        number = len(groups) if limit is None else min(limit, len(groups))
+        groups = examples.groups
+        number = len(groups)
+        if config.data.check_images is not None:
+            number = min(number, config.data.check_images)
         missing: list[str] = []
         for step in range(number):
             texts: Sequence[int] = groups[step * len(groups) // number]
-            for image in examples.dataset.sample(texts[:1]).images if len(texts) else ():
+            if len(texts) == 0:
+                continue
+            for image in examples.dataset.sample(texts[:1]).images:
                 try:
-                    place = image.locate()
+                    file = image.locate()
                 except FileNotFoundError as error:  # from an archive
                     missing.append(str(error))
                     continue
-                if isinstance(place, Path) and not place.is_file():
-                    missing.append(f"{place}: the file of image {image.id} is missing; check the image folder's path")
+                if isinstance(file, Path) and not file.is_file():
+                    missing.append(f"{file}: the file of image {image.id} is missing; check the image folder's path")
         if missing:
-            more = f" ({len(missing)} of {number} images of the split {split} are missing)" if len(missing) > 1 else ""
-            raise MissingFileError(f"{missing[0]}{more}")
+            message = missing[0]
+            if len(missing) > 1:
+                message += f" ({len(missing)} of {number} images of the split {split} are missing)"
+            raise MissingFileError(message)
 
 
 def warn_of_shared_images(config: RunConfig, run: Run) -> None:
@@ -106,8 +112,9 @@ class StopSignals:
         self.at_once = False
         self._arrivals: dict[int, float] = {}  # when each kind of signal came first
         self._context = contextlib.ExitStack()
-        # what started this process, if it was a launcher, which has to live as long as the process
-        self._launcher = os.getppid() if any(name in os.environ for name in OF_LAUNCHERS) else None
+        self._launcher: int | None = None
+        if any(name in os.environ for name in OF_LAUNCHERS):
+            self._launcher = os.getppid()  # it has to live as long as this process
 
     def __enter__(self) -> Self:
         self._context.enter_context(handling_signals(self._handle))
@@ -117,7 +124,7 @@ class StopSignals:
         self._context.close()
 
     def received(self) -> int | None:
-        """The number of the first signal, or None; SIGHUP if the launcher has died without one (`kill LAUNCHER`)."""
+        """Return the number of the first signal, or None; SIGHUP if the launcher died without one (`kill LAUNCHER`)."""
         if self.number is None and self._launcher is not None and os.getppid() != self._launcher:
             self.number = HANG_UP
         return self.number
@@ -153,16 +160,28 @@ class FiniteCheck:
         self.overflows = 0  # in a row
 
     def __call__(self, values: Mapping[str, float], step: int, batches: Sequence[Batch]) -> bool:
-        """Whether all values are finite; False: the gradients overflowed in fp16, so the step is skipped. Raises
-        FloatingPointError: a value is NaN or infinite.
+        """Check the values of a step, and count the overflows in a row.
+
+        Returns:
+            Whether all values are finite; False: the gradients overflowed in fp16, so the step is skipped.
+
+        Raises:
+            FloatingPointError: a value is NaN or infinite.
         """
         bad = [name for name, value in values.items() if not math.isfinite(value)]
         is_overflow = self.scaled and bad == ["grad_norm"]
-        self.overflows = self.overflows + 1 if is_overflow else 0
-        if not bad or (is_overflow and self.overflows < self.MAX_OVERFLOWS):
-            return not bad
+        if is_overflow:
+            self.overflows += 1
+        else:
+            self.overflows = 0
+        if not bad:
+            return True
+        if is_overflow and self.overflows < self.MAX_OVERFLOWS:
+            return False
         losses = [name for name in bad if name not in ("loss", "grad_norm")]
-        images = [name for batch in batches for name in batch.images.names]
+        images: list[str] = []
+        for batch in batches:
+            images += batch.images.names
         more = ", ..." if len(images) > self.SHOWN_IMAGES else ""
         raise FloatingPointError(
             f"{', '.join(losses) or bad[0]} became NaN or infinite in step {step} (images "

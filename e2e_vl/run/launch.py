@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import logging
 import os
 from collections.abc import Callable
@@ -29,14 +30,14 @@ SHARDED = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
 }
 CPU_INFO = Path("/proc/cpuinfo")  # of Linux
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 logger = logging.getLogger(__name__)
 
 
 def make_accelerator(
     mixed_precision: str, *, tf32: bool | None = None, max_wait_minutes: float = 240.0, **options: Any
 ) -> Accelerator:
-    """An `Accelerator` on the CUDA GPU, or on the CPU if there is none or ACCELERATE_USE_CPU is true.
+    """Make an `Accelerator` on the CUDA GPU, or on the CPU if there is none or ACCELERATE_USE_CPU is true.
 
     Accelerate itself would choose a Mac's MPS, which has no float64.
 
@@ -91,24 +92,32 @@ def make_accelerator(
     )
 
 
-def gather_to_main(accelerator: Accelerator, values: list[Found]) -> list[Found]:
-    """The concatenated lists of all processes on the main process; an empty list on the others.
+def gather_to_main(accelerator: Accelerator, values: list[Value]) -> list[Value]:
+    """Concatenate the lists of all processes on the main process; returns an empty list on the others.
 
     Gathering on the main process only saves memory with large splits.
     """
     if accelerator.num_processes == 1:
         return values
-    parts: list[Any] | None = [None] * accelerator.num_processes if accelerator.is_main_process else None
-    torch.distributed.gather_object(values, parts, dst=0)
-    return [] if parts is None else [one for part in parts for one in part]
+    lists: list[Any] | None = None  # of each process
+    if accelerator.is_main_process:
+        lists = [None] * accelerator.num_processes
+    torch.distributed.gather_object(values, lists, dst=0)
+    if lists is None:
+        return []
+    return list(itertools.chain.from_iterable(lists))
 
 
-def on_main(accelerator: Accelerator, compute: Callable[[], Found]) -> Found:
+def on_main(accelerator: Accelerator, compute: Callable[[], Value]) -> Value:
     """Compute on the main process and broadcast the result.
 
     After an error on the main process, the launcher ends the other processes.
     """
-    found = [compute() if accelerator.is_main_process else None]
+    value: Any = None
+    if accelerator.is_main_process:
+        value = compute()
     if accelerator.num_processes > 1:
-        torch.distributed.broadcast_object_list(found, src=0)
-    return found[0]
+        values = [value]
+        torch.distributed.broadcast_object_list(values, src=0)
+        [value] = values
+    return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -30,33 +31,39 @@ class OfficialAdam(torch.optim.AdamW, ABC):
     def convert_options(
         self, rate: float, decay: float, eps: float, corrections: tuple[float, float]
     ) -> dict[str, float]:
-        """The `lr`, `weight_decay` and `eps` for torch's AdamW. `corrections`: the bias corrections `1 - beta1**t` and
-        `1 - beta2**t` of update t.
+        """Return the `lr`, `weight_decay` and `eps` for torch's AdamW.
+
+        Args:
+            corrections: the bias corrections `1 - beta1**t` and `1 - beta2**t` of update t.
         """
 
     def compute_rate(self, group: dict[str, Any], updates: int) -> float:
-        """The learning rate of parameters after this number of updates."""
+        """Return the learning rate of parameters after this number of updates."""
         return group["lr"]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        loss = None if closure is None else torch.enable_grad()(closure)()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         groups = self.param_groups
-        self.param_groups = [part for group in groups for part in self._parts(group)]
+        self.param_groups = list(itertools.chain.from_iterable(map(self._split_by_updates, groups)))
         super().step()
         self.param_groups = groups
         return loss
 
-    def _parts(self, group: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The group split by number of updates, with converted options for torch's AdamW."""
+    def _split_by_updates(self, group: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Split a group by number of updates, with converted options for torch's AdamW."""
         beta1, beta2 = group["betas"]
         by_updates = defaultdict(list)
         for parameter in group["params"]:
             if parameter.grad is not None:
                 state = self.state[parameter]
-                by_updates[int(state["step"]) if state else 0].append(parameter)  # torch keeps the count on the CPU
+                updates = int(state["step"]) if state else 0  # torch keeps the count on the CPU
+                by_updates[updates].append(parameter)
         for updates, parameters in by_updates.items():
-            corrections = 1 - beta1 ** (updates + 1), 1 - beta2 ** (updates + 1)
+            corrections = (1 - beta1 ** (updates + 1), 1 - beta2 ** (updates + 1))
             rate = self.compute_rate(group, updates)
             changed = self.convert_options(rate, group["weight_decay"], group["eps"], corrections)
             yield {**group, **changed, "params": parameters}
@@ -72,8 +79,8 @@ class OfficialAdamW(OfficialAdam):
     def convert_options(
         self, rate: float, decay: float, eps: float, corrections: tuple[float, float]
     ) -> dict[str, float]:
-        kept = 1 - rate * decay  # decay after the update also shrinks the update
-        return {"lr": rate * kept, "weight_decay": decay / kept, "eps": eps / math.sqrt(corrections[1])}
+        shrinkage = 1 - rate * decay  # decay after the update also shrinks the update
+        return {"lr": rate * shrinkage, "weight_decay": decay / shrinkage, "eps": eps / math.sqrt(corrections[1])}
 
 
 class BertAdam(OfficialAdam):
@@ -105,13 +112,16 @@ class BertAdam(OfficialAdam):
         return {"lr": rate * scale, "weight_decay": decay / scale, "eps": eps / math.sqrt(corrections[1])}
 
     def compute_rate(self, group: dict[str, Any], updates: int) -> float:
-        return group["lr"] if self.factor is None else group["initial_lr"] * self.factor(updates)
+        if self.factor is None:
+            return group["lr"]
+        return group["initial_lr"] * self.factor(updates)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
         if self.clip_tensor_norm is not None:
-            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            gradients = []
+            for group in self.param_groups:
+                gradients += [parameter.grad for parameter in group["params"] if parameter.grad is not None]
             norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
             factors = (self.clip_tensor_norm / (norms + 1e-6)).clamp(max=1.0)  # as torch's `clip_grad_norm_`
             for gradient, factor in zip(gradients, factors, strict=True):
@@ -122,9 +132,11 @@ class BertAdam(OfficialAdam):
 def build_optimizer(
     model: VisionLanguageModel, settings: TrainSettings, *, on_cpu: bool = False
 ) -> torch.optim.Optimizer:
-    """An optimiser with the groups detector, encoder and head (and `*_no_decay` if norms and biases are not decayed).
-    `on_cpu`: the model is trained on the CPU, where the fused AdamW takes a third of the time. On a GPU, torch's
-    default is fast.
+    """Build an optimiser with the groups detector, encoder and head, and `*_no_decay` for norms and biases.
+
+    Args:
+        on_cpu: the model is trained on the CPU, where the fused AdamW takes a third of the time. On a GPU, torch's
+            default is fast.
     """
     parts = {
         "detector": (model.detector, settings.detector_lr),
@@ -133,14 +145,22 @@ def build_optimizer(
     }
     groups = []
     for name, (module, lr) in parts.items():
-        norms = [one for one in module.modules() if isinstance(one, _BatchNorm)] if settings.decay_bn_scales else []
-        scales = {id(norm.weight) for norm in norms}
-        decayed, undecayed = [], []  # matrices and kernels | vectors (biases, scales of norms)
+        decayed_scales: set[int] = set()
+        if settings.decay_bn_scales:
+            norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
+            decayed_scales = {id(norm.weight) for norm in norms}
+        decayed = []  # matrices and kernels
+        undecayed = []  # vectors: biases, scales of norms
         for parameter in module.parameters():
-            if parameter.requires_grad:
-                (decayed if parameter.dim() > 1 or id(parameter) in scales else undecayed).append(parameter)
+            if not parameter.requires_grad:
+                continue
+            if parameter.dim() > 1 or id(parameter) in decayed_scales:
+                decayed.append(parameter)
+            else:
+                undecayed.append(parameter)
         if settings.decay_norm_and_bias:
-            decayed, undecayed = decayed + undecayed, []
+            decayed += undecayed
+            undecayed = []
         rate = settings.lr if lr is None else lr
         if decayed:
             groups.append({"name": name, "params": decayed, "lr": rate, "weight_decay": settings.weight_decay})
@@ -151,40 +171,48 @@ def build_optimizer(
     options = {"betas": tuple(settings.betas), "eps": settings.eps, "fused": on_cpu or None}
     if settings.optimizer == "bert_adam":
         return BertAdam(groups, clip_tensor_norm=settings.clip_tensor_norm, **options)
-    return (OfficialAdamW if settings.optimizer == "adamw_official" else torch.optim.AdamW)(groups, **options)
+    if settings.optimizer == "adamw_official":
+        return OfficialAdamW(groups, **options)
+    return torch.optim.AdamW(groups, **options)
 
 
 def schedule_span(settings: TrainSettings, total_steps: int) -> tuple[int, int]:
-    """First step and length of the schedule that a run of `total_steps` follows, see `train.schedule_part`."""
+    """Return first step and length of the schedule that a run of `total_steps` follows, see `train.schedule_part`."""
     start, end = settings.schedule_part
     length = round(total_steps / (end - start))
     return round(start * length), length
 
 
 def objective_weights(config: RunConfig, total_steps: int, step: int) -> dict[str, float]:
-    """The weight of each pre-training objective in the update after `step` steps; 0 before it begins."""
+    """Return the weight of each pre-training objective in the update after `step` steps; 0 before it begins."""
     skipped, length = schedule_span(config.train, total_steps)
-    objectives = getattr(config.task.config, "objectives", {})
-    begun = {name: skipped + step >= one.begin * length for name, one in objectives.items()}
-    return {name: one.weight * begun[name] for name, one in objectives.items() if one.weight}
+    weights = {}
+    for name, objective in getattr(config.task.config, "objectives", {}).items():
+        if objective.weight:
+            has_begun = skipped + step >= objective.begin * length
+            weights[name] = objective.weight * has_begun
+    return weights
 
 
 def preview(config: RunConfig, total_steps: int, points: int = 1000) -> Iterator[dict[str, Any]]:
-    """Learning rates and weights of objectives over the steps of a run, as lines of its log."""
+    """Yield the learning rates and weights of objectives over the steps of a run, as lines of its log."""
     settings = config.train
     peaks = {"lr_detector": settings.detector_lr, "lr_encoder": settings.lr, "lr_head": settings.head_lr}
     for step in range(0, total_steps, math.ceil(total_steps / points)):
         optimizer = torch.optim.SGD([torch.zeros(())], lr=1.0)
         [factor] = build_schedule(optimizer, settings, total_steps, steps_done=step).get_last_lr()
-        rates = {name: factor * (settings.lr if peak is None else peak) for name, peak in peaks.items()}
-        weights = objective_weights(config, total_steps, step)
-        yield {"step": step, "kind": "train", **rates, **{f"weight_{name}": one for name, one in weights.items()}}
+        line: dict[str, Any] = {"step": step, "kind": "train"}
+        for name, peak in peaks.items():
+            line[name] = factor * (settings.lr if peak is None else peak)
+        for name, weight in objective_weights(config, total_steps, step).items():
+            line[f"weight_{name}"] = weight
+        yield line
 
 
 def build_schedule(
     optimizer: torch.optim.Optimizer, settings: TrainSettings, total_steps: int, *, steps_done: int = 0
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Linear warm-up, then the chosen decay over `total_steps` optimiser steps (not micro-batches), or a part of that.
+    """Build a schedule: linear warm-up, then decay over `total_steps` optimiser steps, or a part of that.
 
     Update u (from 0) has the learning rate of step u; with `schedule_first`, as in the official VL-BERT code, that of
     step u + 1: the rate of the first update is not 0, and that of the last one is. `BertAdam` evaluates the schedule

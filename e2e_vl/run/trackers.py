@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,14 @@ PICTURES = 4  # per evaluation
 
 
 def flatten_settings(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
-    """Dotted names and plain values; lists become text, and None is left out."""
+    """Yield dotted names and plain values of settings; lists become text, and None is left out."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from flatten_settings(value, f"{prefix}{name}.")
+        elif isinstance(value, bool | int | float | str):
+            yield prefix + name, value
         elif value is not None:
-            yield prefix + name, value if isinstance(value, bool | int | float | str) else str(value)
+            yield prefix + name, str(value)
 
 
 def track_pictures(
@@ -39,13 +41,13 @@ def track_pictures(
     The pictures show the first text with a target of each of the first images, the same in every evaluation. Images in
     archives are not drawn.
     """
-    trackers = [one for one in accelerator.trackers if hasattr(one, "log_images")]
+    trackers = [tracker for tracker in accelerator.trackers if hasattr(tracker, "log_images")]
     if not trackers:
         return
     first_of: dict[str, Prediction] = {}  # by image file
-    for one in with_target(predictions):
-        if one.file_name is not None:
-            first_of.setdefault(one.file_name, one)
+    for prediction in with_target(predictions):
+        if prediction.file_name is not None:
+            first_of.setdefault(prediction.file_name, prediction)
     for number, prediction in enumerate(list(first_of.values())[:PICTURES]):
         words = task.describe(prediction)
         try:
@@ -66,26 +68,38 @@ SHOWN_NAMES = 3  # parameter names in a list
 
 
 def describe_run(config: RunConfig, run: Run, accelerator: Accelerator, step: int, total_steps: int) -> str:
-    """A summary of the run, printed before training."""
-    settings, boxes, processes = config.train, config.eval.boxes, accelerator.num_processes
+    """Summarise a run, to be printed before training."""
+    settings = config.train
+    boxes = config.eval.boxes
     if accelerator.device.type == "cpu":
         device = f"CPU with {torch.get_num_threads()} of {os.cpu_count()} threads"
+    elif accelerator.device.type == "cuda":
+        device = torch.cuda.get_device_name()
     else:
-        device = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else str(accelerator.device)
+        device = str(accelerator.device)
+    processes = _count(accelerator.num_processes, "process", "es")
     limit = config.data.texts_per_image
-    texts = "all texts" if limit is None else "1 text" if limit == 1 else f"at most {limit} texts"
+    if limit is None:
+        texts = "all texts"
+    elif limit == 1:
+        texts = "1 text"
+    else:
+        texts = f"at most {limit} texts"
+    done = f", {step:,} of them done" if step else ""
+    parts_of_batch = f" in {settings.accumulate} parts" if settings.accumulate > 1 else ""
     steps = (
-        f"{total_steps:,}{f', {step:,} of them done' if step else ''}, each with {settings.images_per_batch} images"
-        f"{f' in {settings.accumulate} parts' if settings.accumulate > 1 else ''} and {texts} per image "
+        f"{total_steps:,}{done}, each with {settings.images_per_batch} images{parts_of_batch} and {texts} per image "
         f"({total_steps * settings.images_per_batch:,} images in all)"
     )
+    evaluations = []
+    if boxes:
+        for split in config.data.eval_splits:
+            size = _size(run.eval_data[split, boxes[0]])
+            evaluations.append(("evaluation", f"{split}: {size}, boxes: {', '.join(boxes)}"))
     lines = [
-        ("device", f"{device}, {_count(processes, 'process', 'es')}, {PRECISIONS[settings.mixed_precision]}"),
+        ("device", f"{device}, {processes}, {PRECISIONS[settings.mixed_precision]}"),
         ("training", f"{config.data.train_split}: {_size(run.train_data)}, boxes: {config.data.boxes.train}"),
-        *(
-            ("evaluation", f"{split}: {_size(run.eval_data[split, boxes[0]])}, boxes: {', '.join(boxes)}")
-            for split in (config.data.eval_splits if boxes else ())
-        ),
+        *evaluations,
         ("steps", steps),
         *describe_schedule_part(*settings.schedule_part),
         ("vocabulary", f"{len(run.tokenizer)} wordpieces, {config.data.vocabulary or 'built from the training texts'}"),
@@ -94,64 +108,79 @@ def describe_run(config: RunConfig, run: Run, accelerator: Accelerator, step: in
     if run.model.phrase_head is not None:
         parts["phrases"] = run.model.phrase_head
     for name, part in parts.items():
-        starts = [one for one in run.starts if one.part == ("task" if name == "head" else name)]
-        number = sum(one.numel() for one in part.parameters())
-        num_frozen = number - sum(one.numel() for one in part.parameters() if one.requires_grad)
-        frozen = ", frozen" if num_frozen == number > 0 else f", {num_frozen:,} of them frozen" if num_frozen else ""
+        part_name = "task" if name == "head" else name
+        starts = [start for start in run.starts if start.part == part_name]
+        number = sum(parameter.numel() for parameter in part.parameters())
+        num_frozen = sum(parameter.numel() for parameter in part.parameters() if not parameter.requires_grad)
+        frozen = ""
+        if num_frozen:
+            frozen = ", frozen" if num_frozen == number else f", {num_frozen:,} of them frozen"
         lines.append((name, f"{number:,} parameters{frozen}, {describe_weights(part, starts)}"))
     return "\n".join([config.output, *(f"  {name:<11s} {text}" for name, text in lines)])
 
 
 def describe_schedule_part(start: float, end: float) -> list[tuple[str, str]]:
-    """The line of a run that follows a part of a longer schedule."""
+    """Return the line of a run that follows a part of a longer schedule; none for a whole one."""
     if (start, end) == (0.0, 1.0):
         return []
-    moments = "; the moments of the optimiser begin at zero, whatever the earlier part left" if start else ""
+    moments = ""
+    if start:
+        moments = "; the moments of the optimiser begin at zero, whatever the earlier part left"
     return [("schedule", f"{start:g} to {end:g} of a longer one{moments}")]
 
 
 def _size(examples: ExampleDataset) -> str:
+    """Say how many images and texts a split has."""
+    size = f"{len(examples.groups):,} images with {len(examples):,} texts"
     corpus = examples.dataset.corpus
-    alone = f" and {len(corpus):,} texts without images" if corpus is not None else ""
-    return f"{len(examples.groups):,} images with {len(examples):,} texts{alone}"
+    if corpus is not None:
+        size += f" and {len(corpus):,} texts without images"
+    return size
 
 
 def describe_weights(part: nn.Module, starts: Sequence[Start]) -> str:
-    """How a part of the model was initialised: the weights files, and the names of random parameters."""
+    """Say how a part of the model was initialised: the weights files, and the names of random parameters."""
     if not starts:
         return "all random" if any(True for _ in part.parameters()) else "nothing to learn"
-    sources = " and ".join(
-        f"{_count(len(one.report.matched), 'tensor')} from {one.path} ({one.report.layout} names)" for one in starts
-    )
-    copied = [rule for one in starts for rule in one.report.copied]
-    zero = sorted(set.intersection(*({*one.report.zero} for one in starts)))
-    not_random = tuple(f"{part}." for part in zero)
-    random = {
-        name for name in set.intersection(*({*one.report.missing} for one in starts)) if not name.startswith(not_random)
-    }
-    unused = [name for one in starts for name in one.report.unexpected]
-    return "; ".join(
-        [
-            sources,
-            *([f"copied: {', '.join(copied)}"] if copied else []),
-            *([f"starts at zero: {', '.join(zero)}"] if zero else []),
-            f"random: {_names(name for name in part.state_dict() if name in random) or 'nothing'}",
-            *([f"not used: {_names(unused)}"] if unused else []),
-        ]
-    )
+    sources: list[str] = []
+    copied: list[str] = []
+    unused: list[str] = []
+    zero = set(starts[0].report.zero)  # modules that no file has, and that begin at zero
+    missing = set(starts[0].report.missing)  # parameters that no file has
+    for start in starts:
+        report = start.report
+        sources.append(f"{_count(len(report.matched), 'tensor')} from {start.path} ({report.layout} names)")
+        copied += report.copied
+        unused += report.unexpected
+        zero &= set(report.zero)
+        missing &= set(report.missing)
+    not_random = tuple(f"{module}." for module in zero)
+    random = [name for name in part.state_dict() if name in missing and not name.startswith(not_random)]
+    sentences = [" and ".join(sources)]
+    if copied:
+        sentences.append(f"copied: {', '.join(copied)}")
+    if zero:
+        sentences.append(f"starts at zero: {', '.join(sorted(zero))}")
+    sentences.append(f"random: {_names(random) or 'nothing'}")
+    if unused:
+        sentences.append(f"not used: {_names(unused)}")
+    return "; ".join(sentences)
 
 
 def _count(number: int, what: str, plural: str = "s") -> str:
-    return f"{number:,} {what}{'' if number == 1 else plural}"
+    ending = "" if number == 1 else plural
+    return f"{number:,} {what}{ending}"
 
 
-def _names(names: Iterable[str]) -> str:
-    names = list(names)
-    more = f", and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-    return ", ".join(names[:SHOWN_NAMES]) + more
+def _names(names: Sequence[str]) -> str:
+    text = ", ".join(names[:SHOWN_NAMES])
+    if len(names) > SHOWN_NAMES:
+        text += f", and {len(names) - SHOWN_NAMES} more"
+    return text
 
 
 def describe_finished_run(output: Path, steps: int) -> str:
+    """Say that a run which is to be resumed has ended, and how it can go on."""
     return (
         f"{output} is already finished after {_count(steps, 'step')}; to continue, raise train.epochs or "
         "train.max_steps, or evaluate it with `e2e-vl evaluate`."
@@ -159,8 +188,13 @@ def describe_finished_run(output: Path, steps: int) -> str:
 
 
 def describe_results(summary: Mapping[str, Any], output: Path, report: Path) -> str:
-    """The table of results and the output paths, printed after training. `summary` is the content of `metrics.json`."""
-    seconds, best = summary["seconds_training"], summary.get("best")
+    """Return the table of results and the output paths, to be printed after training.
+
+    Args:
+        summary: the content of `metrics.json`.
+    """
+    seconds = summary["seconds_training"]
+    best = summary.get("best")
     time = f"{seconds / 60:.0f} minutes" if seconds > 100 else f"{seconds:.0f} seconds"
     lines = _titled_table(f"last model, step {summary['steps']:,}:" if best else "", summary)
     if best and "metrics" in best:
@@ -175,29 +209,43 @@ def describe_results(summary: Mapping[str, Any], output: Path, report: Path) -> 
 
 
 def _titled_table(title: str, metrics: Mapping[str, Any]) -> list[str]:
+    """Return a table with a title and a blank line before and after it; no lines without metrics."""
     table = format_results(metrics)
-    return ["", *([title] if title else []), *table, ""] if table else []
+    if not table:
+        return []
+    if title:
+        table.insert(0, title)
+    return ["", *table, ""]
 
 
 def format_results(metrics: Mapping[str, Any]) -> list[str]:
-    """A table with a row per split, metric and family, and a column per box source.
+    """Return the lines of a table with a row per split, metric and family, and a column per box source.
+
     Other names than those of metrics are ignored.
     """
     cells: dict[tuple[str, str, str], dict[str, Any]] = {}  # (split, metric, family) -> boxes -> value
-    names = {name: found for name in metrics if (found := MetricName.read(name)) is not None}
-    for name, found in names.items():
-        cells.setdefault((found.split, found.metric, found.detail), {})[found.boxes] = metrics[name]
+    columns: list[str] = []
+    for key, value in metrics.items():
+        name = MetricName.read(key)
+        if name is not None:
+            cells.setdefault((name.split, name.metric, name.detail), {})[name.boxes] = value
+            columns.append(name.boxes)
+    columns = list(dict.fromkeys(columns))
     splits = list(dict.fromkeys(split for split, *_ in cells))
     kinds = list(dict.fromkeys(metric for _, metric, _ in cells))
     # families follow the overall value; numbers of texts come last
     rows = sorted(cells, key=lambda row: (splits.index(row[0]), row[1] in COUNTS, kinds.index(row[1])))
-    columns = list(dict.fromkeys(found.boxes for found in names.values()))
     labels = {row: "/".join(filter(None, row)) for row in rows}
     width = max(map(len, labels.values()), default=0)
-    lines = ["  ".join([" " * width, *columns])] if cells else []
+    lines = []
+    if cells:
+        lines.append("  ".join([" " * width, *columns]))
     for row in rows:
         form = ".0f" if row[1] in COUNTS else ".3f"
-        texts = ["-" if cells[row].get(column) is None else format(cells[row][column], form) for column in columns]
-        shown = [f"{text:>{len(column)}s}" for text, column in zip(texts, columns, strict=True)]
-        lines.append("  ".join([f"{labels[row]:<{width}s}", *shown]))
+        texts = [f"{labels[row]:<{width}s}"]
+        for column in columns:
+            value = cells[row].get(column)
+            text = "-" if value is None else format(value, form)
+            texts.append(f"{text:>{len(column)}s}")
+        lines.append("  ".join(texts))
     return lines
