@@ -73,15 +73,17 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
 @print_errors
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     args = parse_with_settings(build_parser(prog), argv)
-    of_data = [word for word in args.overrides if args.data is not None and word.startswith("data.")]
-    words = [word for word in args.overrides if word not in of_data]
-    load_config(find_model_folder(args.run) / "config.yaml", words)  # before torch is imported
+    run_overrides = args.overrides
+    if args.data is not None:  # settings of the data are then those of that config
+        data_overrides = [word for word in args.overrides if word.startswith("data.")]
+        run_overrides = [word for word in args.overrides if not word.startswith("data.")]
+    load_config(find_model_folder(args.run) / "config.yaml", run_overrides)  # before torch is imported
     if args.data is not None:
-        load_config(args.data, [*of_data, "output=unused"])
-    chosen = decode({name: getattr(args, name) for name, *_ in list_options()}, AnalysisOptions, "options")
-    chosen.require_parses(given=args.parses is not None or args.spacy is not None)
+        load_config(args.data, [*data_overrides, "output=unused"])
+    options = decode({name: getattr(args, name) for name, *_ in list_options()}, AnalysisOptions, "options")
+    options.require_parses(given=args.parses is not None or args.spacy is not None)
     for head in args.heads:
-        parse_head(head, chosen.first_number)
+        parse_head(head, options.first_number)
     status = run_in_processes(args, "analyze-attention", argv)
     if status is not None:
         return status
@@ -95,7 +97,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         data=args.data,
         parses=args.parses,
         spacy_model=args.spacy,
-        options=chosen,
+        options=options,
         heads=tuple(args.heads),
         pictures=args.pictures,
         max_images=args.max_images,

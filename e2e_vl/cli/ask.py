@@ -50,9 +50,10 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser.add_argument(
         "--run", required=True, help="run directory of e2e-vl train, a saved model, or a model of the hub"
     )
-    asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--image", nargs="+", help="image files, addresses, folders, or patterns such as 'photos/*.jpg'")
-    asked.add_argument("--json", type=Path, metavar="FILE", help="images and texts, instead of --image and --text")
+    images = parser.add_mutually_exclusive_group(required=True)
+    image_help = "image files, addresses, folders, or patterns such as 'photos/*.jpg'"
+    images.add_argument("--image", nargs="+", help=image_help)
+    images.add_argument("--json", type=Path, metavar="FILE", help="images and texts, instead of --image and --text")
     parser.add_argument("--text", help="phrase, question, or a caption with [MASK]")
     parser.add_argument("--pair", action="store_true", help="the two images belong to one text")
     parser.add_argument(
@@ -91,12 +92,16 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         for warning in answer.warnings:
             print(f"warning: {warning}")
         if args.output is not None:
-            folder = args.output if len(questions) == 1 else args.output / f"{number:04d}"
+            folder = args.output
+            if len(questions) > 1:
+                folder /= f"{number:04d}"
             save_answer(folder, answer)
             print(f"written: {folder / 'answer.png'}, answer.json, regions.png")
     if failures:
-        start = "" if len(questions) == 1 else f"{len(failures)} of {len(questions)} questions have no answer: "
-        raise UserError(start + " | ".join(dict.fromkeys(failures)))
+        message = " | ".join(dict.fromkeys(failures))
+        if len(questions) > 1:
+            message = f"{len(failures)} of {len(questions)} questions have no answer: {message}"
+        raise UserError(message)
     return 0
 
 
@@ -108,38 +113,53 @@ class QuestionEntry(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_questions(args: argparse.Namespace) -> list[Question]:
-    """The questions of the command line."""
+    """Read the questions of the command line."""
     if (args.json is None) == (args.text is None):
         raise UserError("Give either --image with --text, or --json, which contains the texts.")
+    pairs: list[tuple[tuple[ImageFile, ...], str]] = []  # the images of a question, and its text
     if args.json is not None:
-        asked = [
-            (image_of_entry(entry, args.json.parent), entry.text) for entry in read_json(args.json, list[QuestionEntry])
-        ]
+        for entry in read_json(args.json, list[QuestionEntry]):
+            pairs.append(((image_of_entry(entry, args.json.parent),), entry.text))
     elif args.pair:
-        asked = [(tuple(map(to_image_file, args.image)), args.text)]
+        pairs.append((tuple(map(to_image_file, args.image)), args.text))
     else:
-        asked = [((image,), args.text) for image in find_images(args.image)]
-    if not asked:
+        pairs = [((image,), args.text) for image in find_images(args.image)]
+    if not pairs:
         raise UserError(f"{args.json}: the list is empty; give at least one question.")
-    boxes = None if args.boxes is None else read_boxes(args.boxes)
-    to_mask = None if args.mask is None else read_boxes(args.mask, "--mask")
-    inputs: dict[str, Any] = {"choices": tuple(args.choices), "answer": args.answer, "boxes_to_mask": to_mask}
-    return [Question(images[0], text, boxes, others=images[1:], **inputs) for images, text in asked]
+    boxes = None
+    if args.boxes is not None:
+        boxes = read_boxes(args.boxes)
+    boxes_to_mask = None
+    if args.mask is not None:
+        boxes_to_mask = read_boxes(args.mask, "--mask")
+    questions = []
+    for (first, *others), text in pairs:
+        question = Question(
+            first,
+            text,
+            boxes,
+            choices=tuple(args.choices),
+            answer=args.answer,
+            others=tuple(others),
+            boxes_to_mask=boxes_to_mask,
+        )
+        questions.append(question)
+    return questions
 
 
-def image_of_entry(entry: QuestionEntry, folder: Path) -> tuple[ImageFile]:
-    """The image of an entry of --json: an address, or a path relative to the JSON file's folder."""
-    is_address = "://" in entry.image or entry.image.startswith("data:")
-    return (to_image_file(entry.image if is_address else folder / user_path(entry.image, "Image")),)
+def image_of_entry(entry: QuestionEntry, folder: Path) -> ImageFile:
+    """Return the image of an entry of --json: an address, or a path relative to the JSON file's folder."""
+    if "://" in entry.image or entry.image.startswith("data:"):
+        return to_image_file(entry.image)
+    return to_image_file(folder / user_path(entry.image, "Image"))
 
 
 def save_answer(folder: Path, answer: Answer) -> None:
     """Write answer.json, regions.png and answer.png; for a second image, also regions_2.png and answer_2.png."""
     folder.mkdir(parents=True, exist_ok=True)
     prediction = msgspec.to_builtins(answer.prediction)
-    prediction = {
-        key: value for key, value in prediction.items() if key not in ("type", "text_index", "file_name", "text")
-    }
+    for key in ("type", "text_index", "file_name", "text"):
+        prediction.pop(key, None)
     first, *others = map(str, answer.images)
     content: dict[str, Any] = {"image": first, "text": answer.question, **prediction, "is_unsure": answer.is_unsure}
     content["regions"] = answer.boxes.tolist()
@@ -147,11 +167,12 @@ def save_answer(folder: Path, answer: Answer) -> None:
         content |= {"other_images": others, "region_images": answer.box_images.tolist()}
     if answer.attention is not None:
         content["attention"] = answer.attention.tolist()
-    for name in ("unknown_words", "warnings"):
-        if found := getattr(answer, name):
-            content[name] = list(found)
+    if answer.unknown_words:
+        content["unknown_words"] = list(answer.unknown_words)
+    if answer.warnings:
+        content["warnings"] = list(answer.warnings)
     write_json(folder / "answer.json", content)
     for number in range(len(answer.images)):
-        end = f"_{number + 1}" if number else ""
-        write_png(folder / f"regions{end}.png", answer.draw_candidates(number))
-        write_png(folder / f"answer{end}.png", answer.draw(number))
+        suffix = f"_{number + 1}" if number else ""
+        write_png(folder / f"regions{suffix}.png", answer.draw_candidates(number))
+        write_png(folder / f"answer{suffix}.png", answer.draw(number))

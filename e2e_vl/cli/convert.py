@@ -79,12 +79,13 @@ def convert(weights: Path, config: Path, output: Path, expect: str) -> None:
     detector = FasterRCNN(DetectorConfig.from_yaml(find_config(config)))
     report = load_checkpoint(detector, weights, expect=expect)
     print(report)
-    is_folder = output.suffix not in (".pth", ".safetensors")
-    if is_folder:
+    file = output
+    if output.suffix not in (".pth", ".safetensors"):  # a folder
+        file = output / WEIGHTS_NAME
         output.mkdir(parents=True, exist_ok=True)
         write_text(output / CONFIG_NAME, detector.config.to_yaml())
-    matched = {name: value for name, value in detector.state_dict().items() if name in set(report.matched)}
-    save_weights(matched, output / WEIGHTS_NAME if is_folder else output)
+    matched = set(report.matched)
+    save_weights({name: value for name, value in detector.state_dict().items() if name in matched}, file)
     print(f"written: {output}")
 
 
@@ -94,11 +95,11 @@ def import_official(weights: Path, run: Path, output: Path, overrides: list[str]
     from e2e_vl.run.build import build_model, build_tokenizer, resolve_config  # late: imports torch
     from e2e_vl.run.checkpoint import save_model
 
-    start = {"weights": str(weights)}
     detector = config.detector
     if detector.backend != "precomputed":
-        detector = msgspec.structs.replace(detector, **start, expect="backbone")
-    encoder, task = (msgspec.structs.replace(part, **start) for part in (config.encoder, config.task))
+        detector = msgspec.structs.replace(detector, weights=str(weights), expect="backbone")
+    encoder = msgspec.structs.replace(config.encoder, weights=str(weights))
+    task = msgspec.structs.replace(config.task, weights=str(weights))
     config = resolve_config(msgspec.structs.replace(config, detector=detector, encoder=encoder, task=task))
     tokenizer = build_tokenizer(config)
     model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
@@ -133,7 +134,7 @@ def export_official(folder: Path, output: Path) -> None:
 
 
 def vocabulary_lines(answers: Sequence[str], read: Callable[[str], str]) -> list[str]:
-    """The lines of an official answer vocabulary, one per answer in the order of the classes.
+    """Return the lines of an official answer vocabulary, one per answer in the order of the classes.
 
     Classes whose answers are equal after the official code's normalisation `read` get different spellings ("t shirt",
     "t-shirt"), because `read_answers` rejects duplicate lines.
@@ -141,10 +142,14 @@ def vocabulary_lines(answers: Sequence[str], read: Callable[[str], str]) -> list
     used: dict[str, int] = {}  # line -> number of its answer
     for number, answer in enumerate(answers):
         text = answer.strip().lower()
+        spellings = [text, text.replace(" ", "-"), text.replace(" ", "-", 1)]
         # official code deletes the first 32 periods that no digit follows
-        joined = (text.replace(" ", "-"), text.replace(" ", "-", 1))
-        spellings = (text, *joined, *(text + "." * dots for dots in range(1, 33)))
-        line = next((one for one in spellings if one and one not in used and read(one) == answer), None)
+        spellings += [text + "." * dots for dots in range(1, 33)]
+        line = None
+        for spelling in spellings:
+            if spelling and spelling not in used and read(spelling) == answer:
+                line = spelling
+                break
         if line is None or "\n" in line:
             raise UserError(
                 f"Answer {number} is {answer!r}, which an official answer vocabulary (one answer per line, each once) "

@@ -53,35 +53,37 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
 def export(
     network: VisionLanguageModel, output: Path, size: tuple[int, int], boxes: int, words: int
 ) -> dict[str, float]:
-    """Write both programs; returns their largest differences from the model."""
+    """Write both programs, and return their largest differences from the model."""
     import torch
 
     regions = boxes + int(network.encoder.uses_whole_image)
     random = torch.Generator().manual_seed(0)
     corners = torch.rand(2, regions, 2, generator=random).sort(dim=0).values * torch.tensor([size[1] - 1, size[0] - 1])
-    corners = torch.cat(list(corners), dim=1)
-    rows, positions = torch.arange(regions)[None], torch.arange(words)[None]
+    boxes = torch.cat(list(corners), dim=1)
+    rows = torch.arange(regions)[None]
+    positions = torch.arange(words)[None]
     features = torch.randn(1, regions, network.encoder.config.feature_dim, generator=random)
     ids = torch.randint(network.encoder.config.vocab_size, (1, words), generator=random)
     encode, describe = make_modules(network, size)
     programs = {
-        "detector": (describe, (torch.randn(1, 3, *size, generator=random), corners)),
-        "encoder": (encode, (ids, 0 * ids, positions < words - 2, features, corners[None], rows < regions - 2)),
+        "detector": (describe, (torch.randn(1, 3, *size, generator=random), boxes)),
+        "encoder": (encode, (ids, 0 * ids, positions < words - 2, features, boxes[None], rows < regions - 2)),
     }
     differences = {}
     with atomic_files(output, "encoder.pt2") as part, torch.no_grad():
         for name, (module, inputs) in programs.items():
             torch.export.save(torch.export.export(module, inputs), part / f"{name}.pt2")
-            found = torch.export.load(part / f"{name}.pt2").module()(*inputs)
-            pairs = zip(found, module(*inputs), strict=True)
-            differences[name] = max((one - other).abs().max().item() for one, other in pairs)
-            if not differences[name] <= TOLERANCE:
-                raise FloatingPointError(f"The exported {name} differs from the model by {differences[name]:.1e}.")
+            exported = torch.export.load(part / f"{name}.pt2").module()
+            outputs = zip(exported(*inputs), module(*inputs), strict=True)
+            difference = max((actual - expected).abs().max().item() for actual, expected in outputs)
+            if not difference <= TOLERANCE:
+                raise FloatingPointError(f"The exported {name} differs from the model by {difference:.1e}.")
+            differences[name] = difference
     return differences
 
 
 def make_modules(network: VisionLanguageModel, size: tuple[int, int]) -> tuple[nn.Module, nn.Module]:
-    """The encoder and the detector as modules with tensors as inputs and outputs."""
+    """Wrap the encoder and the detector as modules with tensors as inputs and outputs."""
     import torch
     from torch import nn
 
@@ -97,9 +99,10 @@ def make_modules(network: VisionLanguageModel, size: tuple[int, int]) -> tuple[n
         def forward(self, input_ids, token_type_ids, text_mask, features, boxes, region_mask):
             number = region_mask.shape[1]
             row = torch.arange(number)[None] - int(self.encoder.uses_whole_image)
-            zero, padding = torch.zeros_like(row), ~region_mask
+            zero = torch.zeros_like(row)
             sizes = torch.tensor(size, dtype=torch.float32).expand(1, number, 2)
-            image, row = zero.masked_fill(padding, -1), row.masked_fill(padding, -1)
+            image = zero.masked_fill(~region_mask, -1)
+            row = row.masked_fill(~region_mask, -1)
             regions = TextRegions(features, boxes, sizes, region_mask, zero, image, row, zero.bool(), zero - 1)
             regions.lengths = [number]  # as if there were no padding: the lengths are fixed, and the masks say the rest
             texts = TextBatch(input_ids, token_type_ids, text_mask, lengths=torch.tensor([input_ids.shape[1]]))
@@ -114,7 +117,7 @@ def make_modules(network: VisionLanguageModel, size: tuple[int, int]) -> tuple[n
         def forward(self, pixels, boxes):
             sizes = torch.tensor([size])
             maps = self.detector.features(ImageBatch(pixels, sizes, sizes, ["image"]))
-            found = self.detector.describe(maps, to_rois([boxes]))
-            return found.region, self.detector.roi_heads.box_predictor.class_logits(found.predictor)
+            features = self.detector.describe(maps, to_rois([boxes]))
+            return features.region, self.detector.roi_heads.box_predictor.class_logits(features.predictor)
 
     return Encode(), Describe()

@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     from tqdm import tqdm
 
     check_format(args.format, args.output)
-    first, assumed = args.input[0], ASSUMED[args.kind]
+    first = args.input[0]
     if args.kind == "pythia":
         images = read_pythia(first, read_sizes(args.sizes))
     elif args.kind == "detectron":
@@ -79,7 +79,10 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         images = read_vl_bert(first)
     else:
         images = read_ban(first, args.ids)
-    files = [one for path in args.input for one in (path.iterdir() if path.is_dir() else [path])]
+    files: list[Path] = []
+    for path in args.input:
+        files += path.iterdir() if path.is_dir() else [path]
+    assumed = ASSUMED[args.kind]
     stamp = {"published_by": args.kind, "files": [path.name for path in args.input], "assumed": assumed}
     bar = tqdm(images, unit="image", desc="images")
     num_bytes = 2 * sum(file.stat().st_size for file in files)
@@ -103,11 +106,11 @@ class _SizedImagesFile(Record):
 
 
 def read_sizes(paths: list[Path]) -> dict[str, tuple[int, int]]:
-    """The (height, width) of each image, by its id, from COCO files that agree on it."""
+    """Read the (height, width) of each image, by its id, from COCO files that agree on it."""
     sizes: dict[str, tuple[int, int]] = {}
     for path in paths:
         for row in read_json(path, _SizedImagesFile).images:
-            size = row.height, row.width
+            size = (row.height, row.width)
             if sizes.setdefault(str(row.id), size) != size:
                 raise UserError(
                     f"{path}: image {row.id} has another size in an earlier file of --sizes; give the files of these "
@@ -117,7 +120,7 @@ def read_sizes(paths: list[Path]) -> dict[str, tuple[int, int]]:
 
 
 def read_pythia(folder: Path, size_of: dict[str, tuple[int, int]]) -> Iterator[RegionFeatures]:
-    """Pythia's folder of COCO_train2014_000000000009.npy: float [100, D], without boxes (VQA, COCO).
+    """Read Pythia's folder of COCO_train2014_000000000009.npy: float [100, D], without boxes (VQA, COCO).
 
     Pickles `*_info.npy` beside them are skipped, as in official VisualBERT.
     """
@@ -125,8 +128,10 @@ def read_pythia(folder: Path, size_of: dict[str, tuple[int, int]]) -> Iterator[R
     if not paths:
         raise MissingFileError(f"{folder}: has no .npy files; give Pythia's folder of one image set.")
     for path in paths:
-        name = re.fullmatch(r"COCO_[a-z]+\d{4}_(\d{12})", path.stem)
-        image_id = None if name is None else str(int(name[1]))
+        match = re.fullmatch(r"COCO_[a-z]+\d{4}_(\d{12})", path.stem)
+        image_id = None
+        if match is not None:
+            image_id = str(int(match[1]))
         if image_id not in size_of:
             raise UserError(
                 f"{path}: no image of a file of --sizes; give files such as COCO_train2014_000000000009.npy with "
@@ -140,9 +145,10 @@ def read_pythia(folder: Path, size_of: dict[str, tuple[int, int]]) -> Iterator[R
 
 
 def read_detectron(paths: list[Path], size_of: dict[str, tuple[int, int]]) -> Iterator[RegionFeatures]:
-    """VisualBERT's torch files: {"dev-0-0-img0.png.npz": (features [R, D], boxes [R, 4] in pixels, confidence [R])}.
+    """Read VisualBERT's torch files.
 
-    ".npz" may be absent; the images of COCO are "COCO_train2014_000000000009.jpg.npz", and their ids are numbers.
+    {"dev-0-0-img0.png.npz": (features [R, D], boxes [R, 4] in pixels, confidence [R])}, where ".npz" may be absent;
+    the images of COCO are "COCO_train2014_000000000009.jpg.npz", and their ids are numbers.
     """
     from detector.checkpoint import load_torch  # late: it takes seconds
 
@@ -164,7 +170,7 @@ def read_detectron(paths: list[Path], size_of: dict[str, tuple[int, int]]) -> It
 
 
 def read_ban(path: Path, ids: Path) -> Iterator[RegionFeatures]:
-    """BAN's HDF5 file and its pickle of ids (Flickr30K).
+    """Read BAN's HDF5 file and its pickle of ids (Flickr30K).
 
     image_features [N, D]; image_bb [N, 4] in pixels; spatial_features [N, 6], first the boxes in fractions of the
     image; pos_boxes [images, 2], an image's first row and last row + 1. The pickle maps image ids to rows of pos_boxes.
@@ -172,41 +178,45 @@ def read_ban(path: Path, ids: Path) -> Iterator[RegionFeatures]:
     rows = read_pickle(ids)
     with reading(path, OSError, KeyError):
         file = import_optional("h5py").File(path, "r")
-        places = file["pos_boxes"][:].astype(np.int64)
+        limits = file["pos_boxes"][:].astype(np.int64)
         num_rows = len(file["image_bb"])
-    if places.ndim != 2 or places.shape[1] != 2 or (places[:, 0] > places[:, 1]).any() or places.min(initial=0) < 0:
+    if limits.ndim != 2 or limits.shape[1] != 2 or (limits[:, 0] > limits[:, 1]).any() or limits.min(initial=0) < 0:
         raise UserError(f"{path}: pos_boxes must hold the first row of each image and its last one plus one.")
-    if places.max(initial=0) > num_rows:
-        raise UserError(f"{path}: pos_boxes ends at row {places.max()}, but image_bb has {num_rows} rows.")
-    if not isinstance(rows, dict) or {*rows.values()} != {*range(len(places))} or len(rows) != len(places):
+    if limits.max(initial=0) > num_rows:
+        raise UserError(f"{path}: pos_boxes ends at row {limits.max()}, but image_bb has {num_rows} rows.")
+    if not isinstance(rows, dict) or {*rows.values()} != {*range(len(limits))} or len(rows) != len(limits):
         raise UserError(
-            f"{ids}: does not map ids to the {len(places)} images of {path.name}; use that of the same split."
+            f"{ids}: does not map ids to the {len(limits)} images of {path.name}; use that of the same split."
         )
     for image_id, row in rows.items():
-        first, end = places[row].tolist()
+        first, end = limits[row].tolist()
         where = f"{path}: image {image_id}"
-        boxes, fractions, features = (
-            file[name][first:end].astype(np.float64) for name in ("image_bb", "spatial_features", "image_features")
-        )
+        boxes = file["image_bb"][first:end].astype(np.float64)
+        fractions = file["spatial_features"][first:end].astype(np.float64)
+        features = file["image_features"][first:end].astype(np.float64)
         yield _region_features(str(image_id), _image_size(boxes, fractions, where), boxes, features, where)
 
 
 def read_vl_bert(folder: Path) -> Iterator[RegionFeatures]:
+    """Read VL-BERT's folder of one JSON file per COCO image."""
     from e2e_vl.data.captions import RegionFile  # late: it takes seconds
 
     for path in files_in(folder, (".json",), deep=False):
-        content, where = read_json(path, RegionFile), str(path)
-        boxes, features = (content.matrix(key, where) for key in ("boxes", "features"))
+        content = read_json(path, RegionFile)
+        where = str(path)
+        boxes = content.matrix("boxes", where)
+        features = content.matrix("features", where)
         yield _region_features(path.stem, (content.image_h, content.image_w), boxes, features, where)
 
 
 def _image_size(boxes: np.ndarray, fractions: np.ndarray, where: str) -> tuple[int, int]:
-    """(height, width) of an image from its boxes in pixels and in fractions of the image."""
+    """Compute the (height, width) of an image from its boxes in pixels and in fractions of the image."""
     sides = []
     for end in (3, 2):  # y2, x2
         row = fractions[:, end].argmax()
         side = round(boxes[row, end] / fractions[row, end])
-        pixels, expected = boxes[:, [end - 2, end]], fractions[:, [end - 2, end]] * side
+        pixels = boxes[:, [end - 2, end]]
+        expected = fractions[:, [end - 2, end]] * side
         if side < 1 or np.abs(pixels - expected).max() > 0.5 + ROUNDING * side:
             raise UserError(f"{where}: image_bb and spatial_features contradict each other; download the file again.")
         sides.append(side)
@@ -221,7 +231,9 @@ def _region_features(
     where: str,
     scores: np.ndarray | None = None,
 ) -> RegionFeatures:
-    columns = {"boxes": boxes, "features": features, **({} if scores is None else {"scores": scores})}
+    columns = {"boxes": boxes, "features": features}
+    if scores is not None:
+        columns["scores"] = scores
     regions = RegionFeatures(image_id, size, **{name: values.astype(np.float32) for name, values in columns.items()})
     regions.check(image_id, where)
     return regions

@@ -31,7 +31,7 @@ CONNECTION_LOST = ("Connection closed by peer", "Connection reset by peer", "Soc
 
 
 def make_parser(doc: str, prog: str | None = None) -> argparse.ArgumentParser:
-    """A parser whose help begins with `doc`, unformatted; `prog` None = the name of the script."""
+    """Make a parser whose help begins with `doc`, unformatted; `prog` None = the name of the script."""
     return argparse.ArgumentParser(prog=prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
@@ -40,7 +40,8 @@ def parse_with_settings(parser: argparse.ArgumentParser, argv: list[str] | None)
     args, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         key, _, value = unknown[0].lstrip("-").partition("=")
-        value = value or next((word for word in args.overrides if "=" not in word), "VALUE")
+        if not value:
+            value = next((word for word in args.overrides if "=" not in word), "VALUE")
         raise UserError(f"There is no option {unknown[0]}; a setting has no dashes: {key}={value}.")
     return args
 
@@ -81,7 +82,7 @@ def print_errors(main: Callable[..., int], advice: str = "") -> Callable[..., in
 
 
 def print_stop(stopped: StoppedRunError) -> int:
-    """Print why a command was stopped; returns its exit status."""
+    """Print why a command was stopped, and return its exit status."""
     if str(stopped):
         print(stopped, file=sys.stderr)
     return stopped.status
@@ -108,7 +109,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the named command; returns its exit status."""
+    """Run the named command, and return its exit status."""
     words = sys.argv[1:] if argv is None else argv
     parser = make_parser(__doc__, "e2e-vl")
     parser.add_argument("--version", action="version", version=f"e2e-vl {__version__}")
@@ -116,5 +117,6 @@ def main(argv: list[str] | None = None) -> int:
     for name, (_, text) in COMMANDS.items():
         subparsers.add_parser(name, help=text, add_help=False)
     command = parser.parse_args(words[:1] or ["--help"]).command  # the command parses its own arguments
-    module, _, function = COMMANDS[command][0].partition(":")
-    return getattr(importlib.import_module(f"e2e_vl.cli.{module}"), function)(words[1:], f"e2e-vl {command}")
+    module_name, _, function_name = COMMANDS[command][0].partition(":")
+    run_command = getattr(importlib.import_module(f"e2e_vl.cli.{module_name}"), function_name)
+    return run_command(words[1:], f"e2e-vl {command}")

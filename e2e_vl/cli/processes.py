@@ -73,8 +73,10 @@ def run_in_processes(
 
 
 def process_settings(args: argparse.Namespace) -> tuple[int, dict[str, str]]:
-    """The number of processes, and the environment that they get; --num-processes beats the file."""
-    settings = {} if args.accelerate_config is None else read_yaml(args.accelerate_config)
+    """Return the number of processes, and the environment that they get; --num-processes beats the file."""
+    settings = {}
+    if args.accelerate_config is not None:
+        settings = read_yaml(args.accelerate_config)
     if not isinstance(settings, Mapping):
         raise UserError(f"{args.accelerate_config} is not a file of `accelerate config`.")
     kind = settings.get("distributed_type", "NO")
@@ -88,7 +90,9 @@ def process_settings(args: argparse.Namespace) -> tuple[int, dict[str, str]]:
             f"{args.accelerate_config}: num_machines is {settings['num_machines']}, but --num-processes is for one "
             "machine; use `accelerate launch` or `torchrun` for several."
         )
-    number = args.num_processes if args.num_processes is not None else settings.get("num_processes", 1)
+    number = args.num_processes
+    if number is None:
+        number = settings.get("num_processes", 1)
     if not isinstance(number, int) or number < 1:
         raise UserError(f"The number of processes is {number}; give 1 or more as --num-processes.")
     environment = {"MASTER_PORT": str(settings.get("main_process_port") or free_port())}
@@ -100,6 +104,7 @@ def process_settings(args: argparse.Namespace) -> tuple[int, dict[str, str]]:
 
 
 def free_port() -> int:
+    """Return a port of this machine on which nothing listens."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
@@ -131,7 +136,7 @@ def start_processes(call: Sequence[str], number: int, environment: Mapping[str, 
 
 
 def run_command(call: Sequence[str], output: TextIO) -> int:
-    """Run a command, whose standard output goes to a file; returns its exit status.
+    """Run a command, whose standard output goes to a file, and return its exit status.
 
     Unlike `subprocess.run` it passes signals on and waits, instead of killing a training that saves its checkpoint.
     """
@@ -148,7 +153,7 @@ def send_to_group(process: subprocess.Popen, signal_number: int) -> None:
 
 
 def supervise(processes: Sequence[subprocess.Popen]) -> int:
-    """Wait for processes, and pass signals on to them; returns the exit status, see `start_processes`.
+    """Wait for processes, pass signals on to them, and return the exit status, see `start_processes`.
 
     After a signal they have as long as they need to save. After a failure the others, which may wait forever for the
     one that failed, have PATIENCE.
@@ -178,15 +183,18 @@ def supervise(processes: Sequence[subprocess.Popen]) -> int:
             if time.monotonic() > deadline:
                 for process in processes:
                     process.kill()
-    ends = [*failures.values(), *map(exit_status, processes)]
-    causes = [status for status in ends if status not in (0, LOST_PROCESS)]  # a lost process is a consequence
-    return next((status for status in (*causes, *ends) if status), 0)
+    statuses = [*failures.values(), *map(exit_status, processes)]
+    errors = [status for status in statuses if status]
+    causes = [status for status in errors if status != LOST_PROCESS]  # a lost process is a consequence
+    return next(iter(causes + errors), 0)
 
 
 def exit_status(process: subprocess.Popen) -> int | None:
-    """The exit status as in shells: 128 + the signal that ended the process. None: it is still running."""
+    """Return the exit status as in shells: 128 + the signal that ended the process; None: it is still running."""
     status = process.poll()
-    return 128 - status if status is not None and status < 0 else status
+    if status is not None and status < 0:
+        return 128 - status
+    return status
 
 
 def describe_kill(rank: int, process: subprocess.Popen) -> None:

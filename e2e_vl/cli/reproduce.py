@@ -75,6 +75,7 @@ class Number(Settings, frozen=True, array_like=True):
 
     @property
     def text(self) -> str:
+        """The published number, or a dash."""
         return "–" if self.published is None else str(self.published)
 
 
@@ -119,7 +120,11 @@ class Chain:
         *,
         from_published: bool | None = None,
     ) -> None:
-        self.paper, self.name, self.row, self.data, self.output = paper, name, row, data, output
+        self.paper = paper
+        self.name = name
+        self.row = row
+        self.data = data
+        self.output = output
         self.settings = settings
         self.seed = seed
         self.from_published = from_published
@@ -129,6 +134,7 @@ class Chain:
             self._add(number.step)
 
     def _add(self, name: str) -> None:
+        """Add a file, or a step after all that it reads; other names are words."""
         if name in self.paper.files:
             self.files[name] = self.paper.files[name]
         elif name in self.paper.steps and self.is_replaced(name):
@@ -139,7 +145,7 @@ class Chain:
             self.steps[name] = self.paper.steps[name]
 
     def _names(self, name: str) -> list[str]:
-        """What the names in a command stand for."""
+        """Return what the names in a command stand for."""
         return [self.row.names.get(word, word) for word in NAME.findall(self.paper.steps[name].command)]
 
     def is_replaced(self, name: str) -> bool:
@@ -147,68 +153,85 @@ class Chain:
         file = self.paper.steps[name].instead
         if file is None:
             return False
-        return self.place(file).exists() if self.from_published is None else self.from_published
+        if self.from_published is None:
+            return self.path_of(file).exists()
+        return self.from_published
 
     def _depends_on_row(self, name: str) -> bool:
-        words = NAME.findall(self.paper.steps[name].command) if name in self.paper.steps else []
+        if name not in self.paper.steps:
+            return False
+        words = NAME.findall(self.paper.steps[name].command)
         return any(word in self.row.names or self._depends_on_row(word) for word in words)
 
     def _trains(self, name: str) -> bool:
         step = self.paper.steps.get(name)
-        return step is not None and (step.command.startswith("train ") or any(map(self._trains, self._names(name))))
+        if step is None:
+            return False
+        return step.command.startswith("train ") or any(map(self._trains, self._names(name)))
 
-    def place(self, name: str) -> Path:
-        """A published file, the output of a step, or the file that takes its place."""
+    def path_of(self, name: str) -> Path:
+        """Return the path of a published file or of a step's output, which a published file may replace."""
         if name in self.paper.files:
             return self.data / self.paper.files[name].path
         step = self.paper.steps[name]
         if self.is_replaced(name):
-            return self.place(step.instead)
-        row = f"_{self.name}" if self._depends_on_row(name) else ""
+            return self.path_of(step.instead)
+        folder = name
+        if self._depends_on_row(name):
+            folder += f"_{self.name}"
         is_shared = self.seed is None or " seed=" in step.command or not self._trains(name)
-        return self.output / f"{name}{row}{'' if is_shared else f'_{self.seed}'}"
+        if not is_shared:
+            folder += f"_{self.seed}"
+        return self.output / folder
 
     def command(self, name: str) -> list[str]:
-        """The words of a step's command, without `e2e-vl`."""
-        words = [self._filled(word, name) for word in shlex.split(self.steps[name].command)]
-        if words[0] != "train":
-            return words
-        seed = [] if self.seed is None or " seed=" in self.steps[name].command else [f"seed={self.seed}"]
-        return [*words, f"data.root={self.data}", f"output={self.place(name)}", *seed, *self.settings]
+        """Return the words of a step's command, without `e2e-vl`."""
+        command = self.steps[name].command
+        words = [self._fill(word, name) for word in shlex.split(command)]
+        if words[0] == "train":
+            words += [f"data.root={self.data}", f"output={self.path_of(name)}"]
+            if self.seed is not None and " seed=" not in command:
+                words.append(f"seed={self.seed}")
+            words += self.settings
+        return words
 
-    def _filled(self, word: str, step_name: str) -> str:
-        """A word of a step's command, with its names replaced."""
+    def _fill(self, word: str, step_name: str) -> str:
+        """Replace the names in a word of a step's command."""
         names = {"output": step_name, "data": str(self.data), **self.row.names}
 
-        def fill(match: re.Match[str]) -> str:
+        def replacement(match: re.Match[str]) -> str:
             target = names.get(match[1], match[1])
             if target not in self.paper.steps and target not in self.paper.files:
                 return target if match[1] in names else match[0]
-            place = self.place(target)
+            path = self.path_of(target)
             step = self.paper.steps.get(target)
             if step is not None and step.best and not self.is_replaced(target):
-                place /= "best"
-            # data.files are relative to data.root
-            return self._relative_to_data(place) if word.startswith("data.files.") else str(place)
+                path /= "best"
+            if word.startswith("data.files."):  # they are relative to data.root
+                return self._relative_to_data(path)
+            return str(path)
 
-        return NAME.sub(fill, word)
+        return NAME.sub(replacement, word)
 
-    def _relative_to_data(self, place: Path) -> str:
-        if place.is_absolute():
-            return str(place)
-        return os.path.relpath(os.path.realpath(place), os.path.realpath(self.data))
+    def _relative_to_data(self, path: Path) -> str:
+        if path.is_absolute():
+            return str(path)
+        return os.path.relpath(os.path.realpath(path), os.path.realpath(self.data))
 
     def download_command(self, *, only_missing: bool) -> list[str]:
-        """The words of the command that downloads the files; none if no file has a name for it."""
+        """Return the words of the command that downloads the files; none if no file has a name for it."""
         files = self.missing() if only_missing else self.files.values()
         names = list(dict.fromkeys(file.download for file in files if file.download))
-        return ["download", *names, "--data", str(self.data)] if names else []
+        if not names:
+            return []
+        return ["download", *names, "--data", str(self.data)]
 
     def missing(self) -> list[PublishedFile]:
-        return [file for name, file in self.files.items() if not self.place(name).exists()]
+        """Return the published files that are not there."""
+        return [file for name, file in self.files.items() if not self.path_of(name).exists()]
 
     def describe(self, *, with_estimate: bool = False) -> Iterator[str]:
-        """The lines of a dry run.
+        """Yield the lines of a dry run.
 
         Args:
             with_estimate: add the GPU memory and the hours to expect of trainings.
@@ -219,7 +242,7 @@ class Chain:
         yield from self.describe_steps(with_estimate=with_estimate)
 
     def describe_steps(self, *, with_estimate: bool = False) -> Iterator[str]:
-        """The missing files, the commands, and what differs from the paper, as lines; arguments as in `describe`."""
+        """Yield the missing files, the commands, and what differs from the paper; arguments as in `describe`."""
         download = self.download_command(only_missing=True)
         if download:
             paths = [str(self.data / file.path) for file in self.missing() if file.download]
@@ -230,15 +253,18 @@ class Chain:
                 yield f"missing: {self.data / file.path}: {file.address}"
         for order, (name, step) in enumerate(self.steps.items(), start=1):
             words = self.command(name)
-            yield f"{order}. {name}{f' (or {self.place(step.instead)})' if step.instead else ''}"
+            alternative = f" (or {self.path_of(step.instead)})" if step.instead else ""
+            yield f"{order}. {name}{alternative}"
             yield f"   e2e-vl {shlex.join(words)}"
             if words[0] == "train":
                 yield from _describe_training(name, step, words, with_estimate=with_estimate)
-        differs = (*self.paper.differs, *(step.differs for step in self.steps.values()), self.row.differs)
-        yield from (f"differs: {text}" for text in dict.fromkeys(filter(None, differs)))
+        differs = [*self.paper.differs, *(step.differs for step in self.steps.values()), self.row.differs]
+        for text in dict.fromkeys(differs):
+            if text:
+                yield f"differs: {text}"
 
     def script_lines(self, launch: str | None) -> Iterator[str]:
-        """The lines of a shell script, one command a line.
+        """Yield the lines of a shell script, one command a line.
 
         Args:
             launch: the command that starts Python in trainings and evaluations; None: the console script.
@@ -251,42 +277,48 @@ class Chain:
             yield f"e2e-vl {shlex.join(download)}"
         for name in self.steps:
             words = self.command(name)
-            is_single = launch is None or words[0] in SINGLE_PROCESS
-            start = "e2e-vl" if is_single else f"{launch} -m e2e_vl"
+            start = "e2e-vl"
+            if launch is not None and words[0] not in SINGLE_PROCESS:
+                start = f"{launch} -m e2e_vl"
             yield f"{start} {shlex.join(words)}"
 
     def run(self, launch: str) -> None:
         """Run the steps that are not finished; when one is, OUTPUT/STEP.log has its command and what it printed."""
         for name in self.steps:
-            place, words = self.place(name), self.command(name)
-            log, command = place.with_name(f"{place.name}.log"), f"e2e-vl {shlex.join(words)}"
+            path = self.path_of(name)
+            log = path.with_name(f"{path.name}.log")
+            words = self.command(name)
+            command = f"e2e-vl {shlex.join(words)}"
             if log.exists() and log.read_text("utf-8").partition("\n")[0] != command:
                 raise UserError(f"{log} does not begin with `{command}`: choose another --output.")
-            if not log.exists():
-                words += ["--resume"] if words[0] == "train" and place.is_dir() else []
-                print(f"e2e-vl {shlex.join(words)}", flush=True)
-                with atomic_file(log) as part, part.open("w", encoding="utf-8") as file:
-                    print(command, file=file, flush=True)
-                    start = [sys.executable] if words[0] in SINGLE_PROCESS else shlex.split(launch)
-                    call = [*start, "-m", "e2e_vl", *words]
-                    status = run_command(call, file)
-                    if status - 128 in STOP_SIGNALS:
-                        raise make_stopped_error(status - 128, "Repeat the command to continue.")
-                    if status != 0:
-                        raise UserError(f"The step {name} ended with status {status}; repeat the command to continue.")
+            if log.exists():  # the step is finished
+                continue
+            if words[0] == "train" and path.is_dir():
+                words.append("--resume")
+            print(f"e2e-vl {shlex.join(words)}", flush=True)
+            start = [sys.executable] if words[0] in SINGLE_PROCESS else shlex.split(launch)
+            with atomic_file(log) as part, part.open("w", encoding="utf-8") as file:
+                print(command, file=file, flush=True)
+                status = run_command([*start, "-m", "e2e_vl", *words], file)
+                if status - 128 in STOP_SIGNALS:
+                    raise make_stopped_error(status - 128, "Repeat the command to continue.")
+                if status != 0:
+                    raise UserError(f"The step {name} ended with status {status}; repeat the command to continue.")
 
     def measured(self, number: Number) -> float:
-        """A number after the run, in percent."""
-        place = self.place(number.step)
-        if (place / "metrics.json").exists():
-            found = read_json(place / "metrics.json")
-            return 100 * found.get("best", {}).get("metrics", found)[number.metric]  # absent if the last model is best
-        printed = place.with_name(f"{place.name}.log").read_text("utf-8")
-        return 100 * float(re.search(rf"^{re.escape(number.metric)} +([\d.]+)( |$)", printed, re.MULTILINE)[1])
+        """Return a number after the run, in percent."""
+        path = self.path_of(number.step)
+        if (path / "metrics.json").exists():
+            metrics = read_json(path / "metrics.json")
+            best_metrics = metrics.get("best", {}).get("metrics", metrics)  # absent if the last model is best
+            return 100 * best_metrics[number.metric]
+        printed = path.with_name(f"{path.name}.log").read_text("utf-8")
+        match = re.search(rf"^{re.escape(number.metric)} +([\d.]+)( |$)", printed, re.MULTILINE)
+        return 100 * float(match[1])
 
 
 def _describe_training(name: str, step: Step, words: list[str], *, with_estimate: bool) -> Iterator[str]:
-    """The examples and steps of a training, with an estimate of GPU memory and hours if asked for, as lines."""
+    """Yield the examples and steps of a training, with an estimate of GPU memory and hours if asked for, as lines."""
     train = load_config(words[2], words[3:]).train
     steps_per_epoch = math.ceil((step.samples or 0) / train.images_per_batch)
     steps = train.max_steps or math.ceil(train.epochs * steps_per_epoch)
@@ -304,7 +336,9 @@ def _describe_training(name: str, step: Step, words: list[str], *, with_estimate
     if done.returncode != 0:
         raise UserError(f"There is no estimate of the step {name}, see above; leave out --estimate.")
     yield "   GFLOP of an example, GiB of each GPU, and hours on 1 / all GPUs in bf16, not measured:"
-    yield from (f"   {line}" for line in done.stdout.splitlines() if "---" not in line)
+    for line in done.stdout.splitlines():
+        if "---" not in line:
+            yield f"   {line}"
 
 
 def write_script(path: Path, title: str, chains: Sequence[Chain], launch: str | None) -> None:
@@ -319,6 +353,7 @@ def write_script(path: Path, title: str, chains: Sequence[Chain], launch: str | 
 
 
 def read_paper(name: str) -> Paper:
+    """Read the file of a paper in configs/reproduce."""
     return decode(read_yaml(find_config(f"reproduce/{name}")), Paper, name)
 
 
@@ -351,17 +386,20 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         raise UserError(f"{args.paper} has no table {args.table}; `e2e-vl reproduce {args.paper}` lists the tables.")
     if args.row is None:
         print(paper.title)
-        for table, name, row in ((table, *item) for table, rows in tables.items() for item in rows.items()):
-            numbers = ", ".join(f"{key} {number.text}" for key, number in row.numbers.items())
-            print(f"{table:10s} {name:20s} {row.title}: {numbers}")
+        for table, rows_of_table in tables.items():
+            for name, row in rows_of_table.items():
+                numbers = ", ".join(f"{key} {number.text}" for key, number in row.numbers.items())
+                print(f"{table:10s} {name:20s} {row.title}: {numbers}")
         return 0
-    rows = {name: row for own in tables.values() for name, row in own.items() if args.row in ("all", name)}
+    rows: dict[str, Row] = {}
+    for rows_of_table in tables.values():
+        rows |= {name: row for name, row in rows_of_table.items() if args.row in ("all", name)}
     if not rows:
         raise UserError(f"{args.paper} has no such row; `e2e-vl reproduce {args.paper}` lists them.")
     output = args.output or Path("runs") / args.paper
 
     def chains_of(name: str, row: Row, *, from_published: bool | None) -> list[Chain]:
-        """The chain of a row for each seed."""
+        """Return the chain of a row for each seed."""
         chain = functools.partial(Chain, paper, name, row, args.data, output, args.set, from_published=from_published)
         return [chain(seed) for seed in args.seeds]
 
@@ -388,8 +426,11 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         for chain in chains:
             chain.run(args.launch or shlex.quote(sys.executable))
         for key, number in row.numbers.items():
-            values = [chain.measured(number) for chain in chains] if number.metric else []
-            mean = f"{statistics.mean(values):.2f}" if values else "see the file for the server"
-            spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-            print(f"{name}: {key} {mean}{spread} (published: {number.text})")
+            result = "see the file for the server"
+            if number.metric:
+                values = [chain.measured(number) for chain in chains]
+                result = f"{statistics.mean(values):.2f}"
+                if len(values) > 1:
+                    result += f" ± {statistics.stdev(values):.2f}"
+            print(f"{name}: {key} {result} (published: {number.text})")
     return 0

@@ -74,5 +74,6 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
 
 
 def _share(text: str) -> tuple[str, float]:
+    """Read NAME=SHARE."""
     name, _, share = text.partition("=")
     return name, float(share)

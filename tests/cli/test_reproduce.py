@@ -130,7 +130,7 @@ def test_an_output_is_of_one_command(tmp_path):
     for paper, table, row in ROWS:
         chain = chain_of(paper, table, row, tmp_path)
         for step in chain.steps:
-            assert commands.setdefault((paper, chain.place(step)), chain.command(step)) == chain.command(step)
+            assert commands.setdefault((paper, chain.path_of(step)), chain.command(step)) == chain.command(step)
 
 
 def test_steps_go_on_from_the_best_model_whose_numbers_count(tmp_path):
@@ -138,9 +138,9 @@ def test_steps_go_on_from_the_best_model_whose_numbers_count(tmp_path):
     assert f"{tmp_path}/features/nlvr2/dev.h5" in chain.command("import_nlvr2_dev")
     assert f"encoder.weights={tmp_path}/runs/some_task_nlvr2_full_36/best" in chain.command("finetune_nlvr2")
     chain.output, number = tmp_path, chain.row.numbers["dev"]
-    chain.place(number.step).mkdir()
+    chain.path_of(number.step).mkdir()
     for more, expected in (({}, 25.0), ({"best": {"step": 2, "metrics": {number.metric: 0.5}}}, 50.0)):
-        write_json(chain.place(number.step) / "metrics.json", {number.metric: 0.25, **more})
+        write_json(chain.path_of(number.step) / "metrics.json", {number.metric: 0.25, **more})
         assert chain.measured(number) == expected
 
 
@@ -154,7 +154,7 @@ def test_finished_steps_are_not_repeated_and_their_numbers_are_read(tmp_path):
     with pytest.raises(ValueError, match="choose another --output"):
         chain.run("echo")
     chain.settings = []
-    run, joint = (chain.place(name) for name in ("q2a_base", "vcr_val_base"))
+    run, joint = (chain.path_of(name) for name in ("q2a_base", "vcr_val_base"))
     assert f"output={run}" in run.with_name(f"{run.name}.log").read_text()
     run.mkdir()
     (run / "metrics.json").write_text('{"val/accuracy_gt_boxes": 0.5}')

@@ -203,9 +203,9 @@ class TinyChain(Chain):
 
     done: dict[Path, Path]
 
-    def place(self, name: str) -> Path:
-        place = super().place(name)
-        return self.done.get(place, place)
+    def path_of(self, name: str) -> Path:
+        path = super().path_of(name)
+        return self.done.get(path, path)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in PAPERS.glob("*.yaml")))
@@ -220,7 +220,7 @@ def test_every_chain_of_a_paper_runs(name, data, tmp_path, monkeypatch, capsys):
         for row, content in rows.items():
             chain = TinyChain(paper, row, content, data, tmp_path, [])
             for step in chain.steps:
-                place, words = chain.place(step), chain.command(step)
+                place, words = chain.path_of(step), chain.command(step)
                 config = shrunk(load_config(words[2], words[3:]), data) if words[0] == "train" else None
                 does = json.dumps(words if config is None else options(msgspec.structs.replace(config, output="")))
                 alike = re.sub(rf"{re.escape(str(tmp_path))}/\w+", "STEP", does)

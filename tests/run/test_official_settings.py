@@ -29,7 +29,7 @@ VARIANTS = GOLDEN["variants"]
 class AblationChain(Chain):
     """Trainings have the golden names of their outputs, and files their own."""
 
-    def place(self, name: str) -> Path:
+    def path_of(self, name: str) -> Path:
         if name in self.paper.files:
             return Path(Path(self.paper.files[name].path).name)
         kind, *_, last = name.split("_")
@@ -47,8 +47,8 @@ def read_ablations() -> dict[str, tuple[str, list[str], Row]]:
             chain = AblationChain(paper, task + name.removesuffix("_36"), row, Path("DATA"), Path(), [])
             for step in chain.steps if task == "" or name != "full" else ():
                 kind, _, config, *words = chain.command(step)
-                if kind == "train" and chain.place(step).name.startswith("visual_bert_ablation_"):
-                    found[chain.place(step).name] = (config, words, row)
+                if kind == "train" and chain.path_of(step).name.startswith("visual_bert_ablation_"):
+                    found[chain.path_of(step).name] = (config, words, row)
     return found
 
 
