@@ -191,9 +191,9 @@ def require_distinct_ids(images: Iterable[tuple[ImageKey, Hashable]], splits: Se
             if earlier_location != location:
                 earlier_name = splits[earlier_split].name
                 raise UserError(
-                    f"{path}: image {image_id} of the split {earlier_name} ({earlier_location}) and image {image_id} of "
-                    f"the split {splits[split_index].name} ({location}) are two images with one id; set a file for each "
-                    "split in data.files, with {split} in its name, or give all images different ids"
+                    f"{path}: image {image_id} of the split {earlier_name} ({earlier_location}) and image {image_id} "
+                    f"of the split {splits[split_index].name} ({location}) are two images with one id; set a file for "
+                    "each split in data.files, with {split} in its name, or give all images different ids"
                 )
 
 
