@@ -21,13 +21,13 @@ from detector.structures import Loss
 from e2e_vl.config import BoxSource, RunConfig
 from e2e_vl.data.batching import BatchLoader, ExampleDataset, GroupedBatchSampler, Unreadable, collate
 from e2e_vl.io import check_output, file_name, replace_nan
+from e2e_vl.metrics import baselines
 from e2e_vl.metrics.sureness import MIN_ANSWERS, sure_threshold
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.predictions import PhrasesOnly, Prediction, with_target, write_list
 from e2e_vl.run.build import Run, build_examples, warn_of_random_boxes
 from e2e_vl.run.checkpoint import load_model, load_saved_config
 from e2e_vl.run.launch import gather_to_main, make_accelerator, on_main
-from e2e_vl.synthetic import shortcuts
 from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.phrase_head import TAGS, add_grounded_phrases, grounding_metrics
 from e2e_vl.terminal import lasting_output
@@ -76,7 +76,7 @@ class MetricName:
     @property
     def measures_model(self) -> bool:
         """Whether it is neither a count, nor a bound that the data set, nor the threshold of sure answers."""
-        return self.metric not in (*COUNTS, "ceiling", shortcuts.METRIC, SURE_THRESHOLD)
+        return self.metric not in (*COUNTS, "ceiling", baselines.METRIC, SURE_THRESHOLD)
 
     @property
     def is_constant(self) -> bool:
@@ -84,7 +84,7 @@ class MetricName:
         the threshold of sure answers.
         """
         is_given = self.metric == "ceiling" and self.source is not BoxSource.ONLINE
-        return is_given or self.metric in (*COUNTS, shortcuts.METRIC, SURE_THRESHOLD)
+        return is_given or self.metric in (*COUNTS, baselines.METRIC, SURE_THRESHOLD)
 
 
 def named_metrics(scores: Mapping[str, Any], split: str, boxes: BoxSource) -> dict[str, Any]:
@@ -290,7 +290,7 @@ class Evaluator:
         if max_images is None:
             data = self.config.data
             scores |= on_main(self.accelerator, lambda: sureness_metrics(model.task, predictions))
-            scores |= shortcuts.best_shortcuts(user_path(data.root, "data.root"), data.name, split)
+            scores |= baselines.best_baselines(user_path(data.root, "data.root"), data.name, split)
         return Evaluation(predictions, named_metrics(scores, split, boxes), unreadable)
 
     def predict_texts(

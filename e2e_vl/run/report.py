@@ -30,10 +30,10 @@ from detector.errors import UserError
 from detector.io import atomic_file, decode_yaml, read_json, write_text
 from e2e_vl.config import DataSettings, EncoderSettings, RunConfig, TaskSettings, differences
 from e2e_vl.io import file_name, read_log, read_text
+from e2e_vl.metrics import baselines
 from e2e_vl.predictions import Prediction, read_predictions, with_target
 from e2e_vl.run.evaluate import MetricName, find_sure_threshold, mark_unsure
 from e2e_vl.run.optim import preview
-from e2e_vl.synthetic import shortcuts
 from e2e_vl.tasks.base import PredictionSummary, Task
 
 # Curves of losses and evaluations.
@@ -228,7 +228,7 @@ def build_tables(metrics: Mapping[str, Any], split: str, counts: Cells | None = 
         alike.setdefault(key, {})[column] = values
     for families, cells in alike.items():
         title = "by kind" if families else "answers"
-        if {words for words, _ in cells} == {shortcuts.METRIC.replace("_", " ")}:
+        if {words for words, _ in cells} == {baselines.METRIC.replace("_", " ")}:
             title = "best shortcuts"
         tables.append(Table.build(title, cells))
     return tables

@@ -13,17 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
-from detector.io import read_json
 from e2e_vl.synthetic.base import Recipe, SceneRecord, by_split, write_compact
 from e2e_vl.synthetic.config import COLOURS, SHAPES, SIZES, TEXTURES
 from e2e_vl.synthetic.language import Description, is_true_of, pluralised
 from e2e_vl.synthetic.nlvr2 import draw_sets
 from e2e_vl.synthetic.vqa import vqa_scores
 
-METRIC = "best_shortcut"
 CHANCE = "chance"
 FILE = "shortcuts.json"
-_FOLDERS = {"refcoco": "refcoco+"}  # of data sets whose format has another name
 _ADJECTIVES = {*COLOURS, *TEXTURES, *SIZES}
 _Tries = Iterator[tuple[str, float]]  # a rule and its accuracy on one example
 
@@ -39,22 +36,6 @@ def write_shortcuts(folder: Path, scenes: Sequence[SceneRecord], recipe: Recipe)
             tries[rule].append(score)
         measured[split] = {rule: round(float(np.mean(scores)), 4) for rule, scores in tries.items()}
     write_compact(folder / FILE, measured)
-
-
-def read_shortcuts(root: Path, data: str, split: str) -> dict[str, float]:
-    """All rules of a split and their accuracies; empty if not drawn."""
-    path = root / _FOLDERS.get(data, data) / FILE
-    measured = read_json(path) if path.is_file() else {}
-    return measured.get(split) or measured.get(split.split("_")[0], {})
-
-
-def best_shortcuts(root: Path, data: str, split: str) -> dict[str, float]:
-    """The best rule of all examples and of each family, "best_shortcut/<rule>" -> accuracy; empty if not drawn.
-    `split`: name of the split, perhaps with an ending, as in GQA's "val_balanced".
-    """
-    rules = read_shortcuts(root, data, split)
-    best = {rule.rpartition("/")[0]: rule for rule in sorted(rules, key=rules.__getitem__)}
-    return {f"{METRIC}/{rule}": rules[rule] for rule in best.values()}
 
 
 def _fitting(description: Description, scene: SceneRecord) -> list[int]:

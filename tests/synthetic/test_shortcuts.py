@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from e2e_vl.metrics.baselines import best_baselines
 from e2e_vl.synthetic.config import LanguageConfig
 from e2e_vl.synthetic.generate import make_scenes
-from e2e_vl.synthetic.shortcuts import FILE, best_shortcuts
+from e2e_vl.synthetic.shortcuts import FILE
 
 BOUNDS = {  # format -> rule -> most that it may reach, also in each family
     "vcr": {
@@ -56,5 +57,5 @@ def test_the_best_rule_of_all_and_of_each_family(tmp_path):
     rules = {"near": 0.3, "big": 0.4, "relation/near": 0.6, "relation/big": 0.5}
     (tmp_path / "refcoco+" / FILE).write_text(json.dumps({"val": rules}))
     expected = {"best_shortcut/big": 0.4, "best_shortcut/relation/near": 0.6}
-    assert best_shortcuts(tmp_path, "refcoco", "val") == best_shortcuts(tmp_path, "refcoco", "val_all") == expected
-    assert best_shortcuts(tmp_path, "refcoco", "test") == best_shortcuts(tmp_path, "coco", "val") == {}
+    assert best_baselines(tmp_path, "refcoco", "val") == best_baselines(tmp_path, "refcoco", "val_all") == expected
+    assert best_baselines(tmp_path, "refcoco", "test") == best_baselines(tmp_path, "coco", "val") == {}

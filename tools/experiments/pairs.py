@@ -31,8 +31,8 @@ from compare import Job, add_common_options, format_mean, made_by, markdown_tabl
 from detector.io import read_yaml
 from e2e_vl.cli.main import make_parser, print_errors
 from e2e_vl.config import BoxSource, EncoderSettings, RunConfig, load_config, save_config
+from e2e_vl.metrics.baselines import CHANCE, read_baselines
 from e2e_vl.run.evaluate import MetricName
-from e2e_vl.synthetic.shortcuts import CHANCE, read_shortcuts
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs" / "pairs"
@@ -171,7 +171,7 @@ def collect(
         config = configs[cell.task, cell.encoder]
         split = config.data.eval_splits[0]
         if cell.task not in table:
-            rules = read_shortcuts(Path(config.data.root), config.data.name, split)
+            rules = read_baselines(Path(config.data.root), config.data.name, split)
             best = max((rules[rule] for rule in rules if "/" not in rule), default=None)
             table[cell.task] = {"split": split, "chance": rules.get(CHANCE), "shortcut": best, "encoders": {}}
         variants = table[cell.task]["encoders"].setdefault(cell.encoder, {})

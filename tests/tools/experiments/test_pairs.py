@@ -70,7 +70,7 @@ def test_the_table_has_means_and_what_is_finished(tmp_path, monkeypatch):
         run.mkdir()
         metrics = {"val/accuracy_gt_boxes": value, "steps": 6, "seconds_training": 30}
         (run / "metrics.json").write_text(json.dumps(metrics))
-    monkeypatch.setattr(tool, "read_shortcuts", lambda *_: {"a/guess": 0.5, "guess": 0.3, "chance": 0.25})
+    monkeypatch.setattr(tool, "read_baselines", lambda *_: {"a/guess": 0.5, "guess": 0.3, "chance": 0.25})
     table = tool.collect(cells, jobs, configs)
     joint = table["vqa"]["encoders"]["lxmert"]["joint"]
     assert joint["seeds"] == [0, 1] and joint["mean"] == pytest.approx(0.75) and joint["steps"] == 6
