@@ -79,7 +79,7 @@ def files_in(folder: Path, suffixes: Sequence[str], *, deep: bool = True) -> lis
 
 
 def is_listed(name: str, suffixes: Sequence[str] = ("",)) -> bool:
-    """Whether a name has one of the suffixes, in any case, and is not of a file that macOS adds to another."""
+    """Return whether a name has one of the suffixes, in any case, and is not of a file that macOS adds to another."""
     return name.lower().endswith(tuple(suffixes)) and not name.startswith("._")
 
 
@@ -202,7 +202,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def looks_like_hub_name(name: str) -> bool:
-    """Whether a name can only be a model on the Hub, not a path, so that a mistyped path is never downloaded."""
+    """Return whether a name can only be a model on the Hub, not a path, so that a mistyped path is never downloaded."""
     if not _HUB_ID.fullmatch(name) or name.endswith(_FILE_ENDS):
         return False
     owner, slash, _ = name.partition("/")

@@ -155,7 +155,7 @@ def unknown_words(text: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def has_content(text: str) -> bool:
-    """Whether a text has any word beyond articles, forms of "be" and the like, single letters and punctuation."""
+    """Return whether a text has any word beyond articles, forms of "be" and the like, letters and punctuation."""
     for word in re.findall(r"[^\W_]+", text.lower()):
         is_letter = len(word) == 1 and word in string.ascii_lowercase
         if word not in FUNCTION_WORDS and not is_letter:
@@ -170,12 +170,15 @@ Pieces = Sequence[int] | np.ndarray  # wordpiece ids, or values of wordpieces
 # how two texts that are too long together are truncated, see `TextTokenizer.pair`
 Truncation = Literal["ends", "fronts", "fronts_too_much"]
 FIRST_KEPT = 32  # wordpieces of a first text that are not truncated at its front
-CLS, SEP, MASK = "cls_token_id", "sep_token_id", "mask_token_id"  # attributes of a tokenizer
+# attributes of a tokenizer
+CLS = "cls_token_id"
+SEP = "sep_token_id"
+MASK = "mask_token_id"
 
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """A sequence of special tokens and places for texts."""
+    """A sequence of special tokens and slots for texts."""
 
     # `CLS`, `SEP` or `MASK` for that token; a number for the text of that number, from 0
     parts: tuple[str | int, ...]

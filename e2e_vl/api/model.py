@@ -118,6 +118,7 @@ class TrainedModel(
     def __repr__(self) -> str:
         config = self.config
         size = config.data.resize
+        dtype = str(self.dtype).removeprefix("torch.")
         num_parameters = sum(parameter.numel() for parameter in self.network.parameters())
         rows = {
             "task": config.task.name,
@@ -126,7 +127,7 @@ class TrainedModel(
             "size": f"{num_parameters / 1e6:.1f} million parameters",
             "images": f"short edge {size.short_edge[-1]}, long edge at most {size.long_edge} pixels",
             "device": self.device,
-            "dtype": "" if self.dtype == torch.float32 else str(self.dtype).removeprefix("torch."),
+            "dtype": dtype if dtype != "float32" else "",
             "knows": ", ".join(f"{len(values)} {kind}s" for kind, values in self.knows.items()),
         }
         scores: dict[str, list[str]] = {}

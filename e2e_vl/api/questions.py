@@ -23,8 +23,12 @@ def make_questions(image: Any, text: Any, boxes: Any, choices: Any, answer: Any)
         raise UserError(f"'{image}' is no image; give the image first and then the text: ask(image, text).")
     images = expand_images(image)
     texts = list_items(text)
-    lists = [values for values in (images, texts) if values is not None]
-    count = len(lists[-1]) if lists else 1
+    is_list = images is not None or texts is not None
+    count = 1
+    if texts is not None:
+        count = len(texts)
+    elif images is not None:
+        count = len(images)
     if choices is None:
         choices = ()
     all_images = repeat_for_questions(
@@ -59,7 +63,7 @@ def make_questions(image: Any, text: Any, boxes: Any, choices: Any, answer: Any)
         questions.append(
             Question(first, question_text, given_boxes, tuple(question_choices), given_answer, others=tuple(others))
         )
-    return questions, bool(lists)
+    return questions, is_list
 
 
 def repeat_for_questions(value: Any, count: int, is_single: Callable[[Any], bool], what: str) -> list[Any]:
@@ -72,12 +76,12 @@ def repeat_for_questions(value: Any, count: int, is_single: Callable[[Any], bool
 
 
 def is_text(value: Any) -> bool:
-    """Whether a value is a text, of Python or numpy."""
+    """Return whether a value is a text, of Python or numpy."""
     return isinstance(value, str)
 
 
 def is_image(value: Any) -> bool:
-    """Whether a value is meant as an image: an address, the name of an image file, or pixels."""
+    """Return whether a value is meant as an image: an address, the name of an image file, or pixels."""
     if isinstance(value, str):
         return value.startswith(("https://", "http://", "data:")) or value.lower().endswith(IMAGE_SUFFIXES)
     return isinstance(value, bytes | os.PathLike | Image.Image | np.ndarray) or hasattr(value, "detach")

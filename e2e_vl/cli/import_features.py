@@ -81,7 +81,10 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         images = read_ban(first, args.ids)
     files: list[Path] = []
     for path in args.input:
-        files += path.iterdir() if path.is_dir() else [path]
+        if path.is_dir():
+            files += path.iterdir()
+        else:
+            files.append(path)
     assumed = ASSUMED[args.kind]
     stamp = {"published_by": args.kind, "files": [path.name for path in args.input], "assumed": assumed}
     bar = tqdm(images, unit="image", desc="images")

@@ -149,7 +149,7 @@ class Chain:
         return [self.row.names.get(word, word) for word in NAME.findall(self.paper.steps[name].command)]
 
     def is_replaced(self, name: str) -> bool:
-        """Whether published weights take the place of a training."""
+        """Return whether published weights take the place of a training."""
         file = self.paper.steps[name].instead
         if file is None:
             return False

@@ -118,7 +118,8 @@ def evaluate(argv: list[str] | None = None, prog: str | None = None) -> int:
     )
     if path is not None:  # the main process
         for name, value in metrics.items():
-            print(f"{name:45s} {value:.4f}" if isinstance(value, float) else f"{name:45s} {value}")
+            text = f"{value:.4f}" if isinstance(value, float) else str(value)
+            print(f"{name:45s} {text}")
         print(f"predictions: {path}")
     return 0
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 from transformers import get_linear_schedule_with_warmup as get_linear
+from typing_extensions import override
 
 from e2e_vl.config import RunConfig, TrainSettings
 from e2e_vl.model import VisionLanguageModel
@@ -41,6 +42,7 @@ class OfficialAdam(torch.optim.AdamW, ABC):
         """Return the learning rate of parameters after this number of updates."""
         return group["lr"]
 
+    @override
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
         loss = None
@@ -76,6 +78,7 @@ class OfficialAdamW(OfficialAdam):
     `lr * weight_decay * weight`, after the update.
     """
 
+    @override
     def convert_options(
         self, rate: float, decay: float, eps: float, corrections: tuple[float, float]
     ) -> dict[str, float]:
@@ -105,17 +108,20 @@ class BertAdam(OfficialAdam):
         super().__init__(groups, betas=betas, eps=eps, fused=fused)
         self.clip_tensor_norm = clip_tensor_norm
 
+    @override
     def convert_options(
         self, rate: float, decay: float, eps: float, corrections: tuple[float, float]
     ) -> dict[str, float]:
         scale = corrections[0] / math.sqrt(corrections[1])  # undoes the bias correction
         return {"lr": rate * scale, "weight_decay": decay / scale, "eps": eps / math.sqrt(corrections[1])}
 
+    @override
     def compute_rate(self, group: dict[str, Any], updates: int) -> float:
         if self.factor is None:
             return group["lr"]
         return group["initial_lr"] * self.factor(updates)
 
+    @override
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
         if self.clip_tensor_norm is not None:
@@ -223,7 +229,9 @@ def build_schedule(
     skipped, total_steps = schedule_span(settings, total_steps)
     first = skipped + int(settings.schedule_first)
     last = steps_done - 1 + first  # the constructor of a schedule makes one step
-    warmup = settings.warmup_steps if settings.warmup_share is None else settings.warmup_share * total_steps
+    warmup = settings.warmup_steps
+    if settings.warmup_share is not None:
+        warmup = settings.warmup_share * total_steps
     if settings.schedule == "constant":
         schedule = get_constant_schedule_with_warmup(optimizer, warmup, last_epoch=last)
     elif settings.schedule == "steps":

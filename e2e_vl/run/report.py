@@ -40,8 +40,12 @@ from e2e_vl.tasks.base import PredictionSummary, Task
 
 Series = dict[str, list[tuple[int, float]]]  # name -> (step, value)
 
-TASK, DETECTOR, SUM = "losses of the task", "losses of the detector (not weighted)", "weighted sum of all losses"
-EVALUATION, EVALUATION_LOSS = "evaluation; the last point is on all images", "loss of the evaluation"
+# titles of the plots
+TASK = "losses of the task"
+DETECTOR = "losses of the detector (not weighted)"
+SUM = "weighted sum of all losses"
+EVALUATION = "evaluation; the last point is on all images"
+EVALUATION_LOSS = "loss of the evaluation"
 SCHEDULES = {"lr": "learning rate", "weight": "weight of objectives"}  # by first word of a training line's values
 TOTAL = "loss"  # the weighted sum of all losses, in training and in evaluation
 DETECTOR_PREFIX = "loss_"  # detection losses have Detectron2's names
@@ -64,10 +68,10 @@ def draw_curves(lines: Sequence[dict[str, Any]]) -> bytes | None:
     titles = (EVALUATION, EVALUATION_LOSS, SUM, TASK, DETECTOR, *SCHEDULES.values())
     plots: dict[str, Series] = {title: {} for title in titles}
     for line in lines:
-        for name in sorted(line):
+        for name, value in sorted(line.items()):
             title, label = _find_plot(line["kind"], name)
-            if title and line[name] is not None:  # None: NaN or infinite
-                plots[title].setdefault(label, []).append((line["step"], line[name]))
+            if title and value is not None:  # None: NaN or infinite
+                plots[title].setdefault(label, []).append((line["step"], value))
     if len(plots[EVALUATION]) > MAX_EVALUATIONS:
         accuracies = {label: points for label, points in plots[EVALUATION].items() if "accuracy" in label}
         plots[EVALUATION] = accuracies or plots[EVALUATION]

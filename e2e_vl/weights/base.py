@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
+from typing_extensions import override
 
 from detector.errors import UserError
 from detector.io import atomic_files
@@ -68,7 +69,7 @@ class WeightAdapter(abc.ABC):
 
     @abc.abstractmethod
     def recognises(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether the names are those of this format."""
+        """Return whether the names are those of this format."""
 
     @abc.abstractmethod
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
@@ -198,14 +199,17 @@ class BertStart(WeightAdapter):
     unused: ClassVar[tuple[str, ...]] = ("cls.seq_relationship", POSITION_IDS)
     transferable: ClassVar[tuple[str, ...]] = ("word_head.",)  # see `Task.transferable`
 
+    @override
     @property
     def required(self) -> list[str]:
         """All modules except the pooler, which masked language models do not have."""
         return [f"{ours}." for ours in self.names.values() if ours != "pooler"]
 
+    @override
     def recognises(self, tensors: Mapping[str, Tensor]) -> bool:
         return any(name.removeprefix("bert.") == "embeddings.token_type_embeddings.weight" for name in tensors)
 
+    @override
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
         renamed = {}
         for name, value in tensors.items():

@@ -297,9 +297,11 @@ def _check_config(file: Path, encoder: nn.Module, fields: Sequence[str]) -> None
 def check_vocabulary(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise a UserError if the encoder was trained with another vocabulary, even one of the same size."""
     path = user_path(path)
-    places = [path / "model", path]  # a run, a model folder
-    places += [part.parent for part in (path, path.parent) if part.name == "encoder"]  # the encoder's folder or file
-    folder = next((place / "tokenizer" for place in places if (place / "tokenizer").is_dir()), None)
+    folders = [path / "model" / "tokenizer", path / "tokenizer"]  # of a run, of a model folder
+    for encoder in (path, path.parent):  # the encoder's folder, or the folder of the encoder's file
+        if encoder.name == "encoder":
+            folders.append(encoder.parent / "tokenizer")
+    folder = next(filter(Path.is_dir, folders), None)
     if folder is None:
         return
     theirs = load_tokenizer(folder).get_vocab()

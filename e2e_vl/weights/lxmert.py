@@ -22,6 +22,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers.models.lxmert.configuration_lxmert import LxmertConfig
+from typing_extensions import override
 
 from detector.checkpoint import save_weights
 from e2e_vl.model import VisionLanguageModel
@@ -70,7 +71,8 @@ PRETRAINING_HEADS = {
 OFFICIAL_HEADS = {PRETRAINING: PRETRAINING_HEADS, **dict.fromkeys((*ANSWERING, PAIRS), FINE_TUNED_HEAD)}
 SEGMENTS = "embeddings.token_type_embeddings.weight"
 DECODER = "cls.predictions.decoder.weight"  # tied to the word embeddings
-CROSS, OTHER_CROSS = ".visual_attention.", ".text_attention."
+CROSS = ".visual_attention."
+OTHER_CROSS = ".text_attention."
 OFFICIAL_CONFIG = {
     "cross_attention": "shared",
     "with_segments": True,
@@ -90,10 +92,12 @@ class OfficialLxmert(WeightAdapter):
     checked_fields = ("num_attention_heads", "hidden_act", "layer_norm_eps")
     segment_tables = (SEGMENTS,)
 
+    @override
     def recognises(self, tensors: Mapping[str, Tensor]) -> bool:
         starts = (FINE_TUNED, "bert.encoder.visn_fc.")
         return any(name.removeprefix("module.").startswith(starts) for name in tensors)
 
+    @override
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
         plain = {}
         for name, value in tensors.items():
@@ -115,6 +119,7 @@ class OfficialLxmert(WeightAdapter):
         compatible = ANSWERING if task_name in ANSWERING else ()
         return ModelWeights({}, encoder, head, task_name, transferable, compatible_tasks=compatible)
 
+    @override
     def adapt(self, tensors: dict[str, Tensor], encoder: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
         """Copy shared cross attention to both directions if the encoder separates them; drop parts it does not have."""
         copied = []
@@ -123,6 +128,7 @@ class OfficialLxmert(WeightAdapter):
             copied.append("visual_attention -> text_attention")
         return _without_absent(tensors, encoder), copied
 
+    @override
     def export(self, model: VisionLanguageModel, task_name: str, path: Path) -> list[str]:
         """Write a file of the official code, with the names of `*_LXRT.pth` or of `BEST.pth`."""
         check_task(task_name, list(OFFICIAL_HEADS), "LXMERT")
@@ -159,10 +165,12 @@ class LxmertFromBert(BertStart):
     The layers over regions, the cross attention and the region embeddings stay random.
     """
 
+    @override
     def recognises(self, tensors: Mapping[str, Tensor]) -> bool:
         """Recognise BERT, but not our encoder, which has the same names for words."""
         return super().recognises(tensors) and not any(name.startswith("encoder.visn_fc.") for name in tensors)
 
+    @override
     def adapt(self, tensors: dict[str, Tensor], encoder: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
         """Take as many of BERT's layers as the encoder has over words, and count them from 0."""
         pattern = re.compile(r"encoder\.layer\.(\d+)\.(.*)")
@@ -217,9 +225,11 @@ class TransformersLxmert(OfficialLxmert):
     layout = "transformers' LXMERT"
     suffix = ".safetensors"
 
+    @override
     def recognises(self, tensors: Mapping[str, Tensor]) -> bool:
         return any(name.startswith(f"{TRUNK}encoder.visn_fc.") for name in tensors)
 
+    @override
     def export(self, model: VisionLanguageModel, task_name: str, path: Path) -> list[str]:
         """Write a folder's `model.safetensors` and `config.json`.
 
@@ -249,7 +259,7 @@ def _head_for_transformers(
     present = {*task, *(name.rpartition(".")[0] for name in task)}
 
     def has_answers(modules: tuple[str, ...]) -> bool:
-        """Whether the head has transformers' hidden layer of twice the width."""
+        """Return whether the head has transformers' hidden layer of twice the width."""
         return present.issuperset(modules) and len(task[f"{modules[0]}.weight"]) == 2 * hidden_size
 
     if parts.task_name in ANSWERING and has_answers(ANSWERS):

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers.models.visual_bert.configuration_visual_bert import VisualBertConfig
+from typing_extensions import override
 
 from detector.checkpoint import save_weights
 from detector.r2c import R2CNetwork
@@ -43,7 +44,8 @@ from e2e_vl.weights.base import (
     split_weights,
 )
 
-TRUNK, HEAD = "bert.bert.", "bert."
+TRUNK = "bert.bert."
+HEAD = "bert."
 MASK_FILTER = "roi_heads.mask_filter.weight"  # only in the region network of R2C
 OFFICIAL_NETWORK: dict[str, Any] = {  # settings of that network that are not visible in the weights
     "INPUT.FORMAT": "RGB",
@@ -108,9 +110,11 @@ class OfficialVisualBert(WeightAdapter):
         "relative_geometry": False,
     }
 
+    @override
     def recognises(self, tensors: Mapping[str, Tensor]) -> bool:
         return any(name.startswith(TRUNK) for name in tensors)
 
+    @override
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
         classifier = {f"{HEAD}classifier": ""}
         rows = {len(value) for name, value in tensors.items() if replace_module(name, classifier) is not None}
@@ -134,6 +138,7 @@ class OfficialVisualBert(WeightAdapter):
         detector = from_visual_bert(tensors)
         return ModelWeights(detector, encoder, task, task_name, transferable, compatible_tasks=compatible)
 
+    @override
     def export(self, model: VisionLanguageModel, task_name: str, path: Path) -> list[str]:
         """Write a `.th` file and return the names that were left out, see `to_official`."""
         check_task(task_name, list(HEADS), "VisualBERT")
@@ -194,16 +199,19 @@ class TransformersVisualBert(OfficialVisualBert):
         "relative_geometry": False,
     }
 
+    @override
     def recognises(self, tensors: Mapping[str, Tensor]) -> bool:
         is_old_trunk = POSITION_IDS in tensors and PROJECTION in tensors
         return is_old_trunk or any(name.startswith(TRANSFORMERS_PREFIX) for name in tensors)
 
+    @override
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
         prefix = "" if any(name.startswith(TRANSFORMERS_PREFIX) for name in tensors) else TRANSFORMERS_PREFIX
         tensors = {f"{prefix}{name}": value for name, value in tensors.items() if not name.endswith(POSITION_IDS)}
         official = {replace_module(name, TRANSFORMERS_NAMES) or name: value for name, value in tensors.items()}
         return super().convert(official, source)
 
+    @override
     def export(self, model: VisionLanguageModel, task_name: str, path: Path) -> list[str]:
         """Write a folder's `model.safetensors` and `config.json`.
 
@@ -256,10 +264,12 @@ class VisualBertFromBert(BertStart):
     head_names = HEADS[PRETRAINING].names
     transferable = ("word_head.", "relationship.")
 
+    @override
     def recognises(self, tensors: Mapping[str, Tensor]) -> bool:
         """Recognise BERT, but not our encoder, which also has visual tables."""
         return super().recognises(tensors) and not COPIED_TABLES.values() & tensors.keys()
 
+    @override
     def adapt(self, tensors: dict[str, Tensor], encoder: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
         if not encoder.config.special_visual_initialize:
             return tensors, []

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from detector.checkpoint import save_weights
 from detector.config import DetectorConfig
@@ -136,9 +137,11 @@ class OfficialVLBert(WeightAdapter):
     pretraining_only = PRETRAINING_EMBEDDINGS
     segment_tables = (SEGMENTS,)
 
+    @override
     def recognises(self, tensors: Mapping[str, Tensor]) -> bool:
         return any(name.removeprefix("module.").startswith("vlbert.") for name in tensors)
 
+    @override
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
         plain = {}
         for name, value in tensors.items():
@@ -148,6 +151,7 @@ class OfficialVLBert(WeightAdapter):
         transferable = ("",) if task_name == PRETRAINING else ()
         return ModelWeights(from_vl_bert(plain), encoder, head, task_name, transferable, move_background_last=False)
 
+    @override
     def export(self, model: VisionLanguageModel, task_name: str, path: Path) -> list[str]:
         """Write a `.model` file and return the names that were left out, see `to_official`.
 
@@ -223,6 +227,7 @@ class VLBertFromBert(BertStart):
         "pooler": "pooler",
     }
 
+    @override
     def adapt(self, tensors: dict[str, Tensor], encoder: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
         """Append the encoder's other rows to BERT's segment table."""
         table = encoder.state_dict()[SEGMENTS]
