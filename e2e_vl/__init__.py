@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from e2e_vl.parts import ENCODERS
+from e2e_vl.registry import ENCODERS
 
 if TYPE_CHECKING:
     from e2e_vl.api.model import TrainedDetector, TrainedModel

@@ -1,29 +1,19 @@
 """A run's settings: frozen Structs, strictly decoded from YAML files and `key=value` arguments.
 
-The command line (`train.lr=1e-5`) overrides the file, the file its `base:` file, and that the defaults below. The
-encoder, task and data set of a run have separate settings Structs, see `e2e_vl/parts.py`. The resolved settings are
-saved with the run.
+`e2e_vl/config_files.py` reads and writes them. The encoder, task and data set of a run have Structs of their own, see
+`e2e_vl/registry.py`. The resolved settings are saved with the run.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import enum
-import functools
-import os
-import re
-import typing
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-import yaml
 from msgspec import Meta
 
 from detector.config import (
-    DetectorConfig,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
@@ -31,13 +21,10 @@ from detector.config import (
     PositiveInt,
     Rounding,
     SelectionRule,
-    merge,
 )
-from detector.errors import MissingFileError, UserError, user_path
-from detector.io import decode_yaml, read_yaml, write_text
-from detector.zoo import PublishedWeights, resolve_weights
-from e2e_vl.parts import DATASETS, DETECTORS, ENCODERS, TASKS, Settings, check_name, set_part_config
-from e2e_vl.synthetic.config import SyntheticConfig
+from detector.errors import UserError
+from e2e_vl.registry import DATASETS, DETECTORS, ENCODERS, TASKS, Config, check_name, decode_config
+from e2e_vl.synthetic.config import GeneratorConfig
 
 
 class BoxSource(enum.StrEnum):
@@ -86,14 +73,14 @@ class BoxSource(enum.StrEnum):
         return tuple(source for source in cls if source is not cls.DETECTIONS_GT)
 
 
-class SyntheticSettings(Settings, frozen=True):
+class SyntheticDataConfig(Config, frozen=True):
     """Generate a data set in the official formats before the run, if it does not exist."""
 
     scenes: dict[str, NonNegativeInt] = {}  # split -> number of scenes; empty = no synthetic data
     seed: NonNegativeInt = 0
     # folders to write beside `images`, such as captions (see e2e_vl/synthetic/generate.py); None = all
     formats: list[str] | None = None
-    config: SyntheticConfig = SyntheticConfig()
+    config: GeneratorConfig = GeneratorConfig()
 
     def size_warning(self, image_size: tuple[int, int]) -> str:
         """Return a sentence for users if an image of this (height, width) cannot be one of the drawn scenes, or ""."""
@@ -105,7 +92,7 @@ class SyntheticSettings(Settings, frozen=True):
         return f"The model has seen drawn scenes of {sides} pixels only; this image has {width} x {height}."
 
 
-class BoxSettings(Settings, frozen=True):
+class CandidateBoxConfig(Config, frozen=True):
     """The source of candidate boxes in training, and which boxes of a file to keep."""
 
     train: BoxSource = BoxSource.GT
@@ -113,7 +100,7 @@ class BoxSettings(Settings, frozen=True):
     max_precomputed: PositiveInt | None = None  # use only the first precomputed regions of each image, best score first
 
 
-class ResizeSettings(Settings, frozen=True):
+class ResizeConfig(Config, frozen=True):
     """Sizes of images, in pixels."""
 
     # training samples one, testing uses the last
@@ -122,19 +109,19 @@ class ResizeSettings(Settings, frozen=True):
     rounding: Rounding = "truncate"  # VL-BERT's
 
 
-class DataSettings(Settings, frozen=True):
+class DataConfig(Config, frozen=True):
     """Which data set, and how its images and texts are loaded."""
 
-    name: str  # the reader, a key of DATASETS in e2e_vl/parts.py
+    name: str  # the reader, a key of DATASETS in e2e_vl/registry.py
     root: str  # folder of the data set
     config: Any = {}  # the reader's own options, see e2e_vl/data/config.py
     files: dict[str, str] = {}  # the reader's files, relative to root
     vocabulary: str | None = None  # vocab.txt, saved tokenizer or hub name; None = built from the training texts
     train_split: str = "train"
     eval_splits: list[str] = msgspec.field(default_factory=lambda: ["val"])
-    boxes: BoxSettings = BoxSettings()
+    boxes: CandidateBoxConfig = CandidateBoxConfig()
     # None = INPUT.MIN_SIZE_TRAIN .. MAX_SIZE_TEST of the detector's YAML file, which have no effect otherwise
-    resize: ResizeSettings | None = ResizeSettings()
+    resize: ResizeConfig | None = ResizeConfig()
     # [short, long] edge of the smallest canvas that images are padded to, pixels; None = pad to the largest image in
     # the batch
     canvas: tuple[PositiveInt, PositiveInt] | None = None
@@ -157,16 +144,16 @@ class DataSettings(Settings, frozen=True):
     # maximum number of wordpieces, including up to 4 special tokens; None = no limit
     max_text_length: Annotated[int, Meta(ge=4)] | None = None
     workers: NonNegativeInt = 2
-    synthetic: SyntheticSettings = SyntheticSettings()
+    synthetic: SyntheticDataConfig = SyntheticDataConfig()
 
     def __post_init__(self) -> None:
-        set_part_config(self, DATASETS, self.name)
+        decode_config(self, DATASETS, self.name)
 
 
-class DetectorSettings(Settings, frozen=True):
+class RunDetectorConfig(Config, frozen=True):
     """Which detector, and how it is trained along with the task."""
 
-    backend: str = "builtin"  # a key of DETECTORS in e2e_vl/parts.py
+    backend: str = "builtin"  # a key of DETECTORS in e2e_vl/registry.py
     config: str = "configs/detector/R_101_C4.yaml"  # a Detectron2 YAML file, or published weights by name
     overrides: dict[str, Any] = {}  # nested Detectron2 keys that override the file
     weights: str | None = None  # published weights by name, a file or a folder to start from; None = random
@@ -191,37 +178,37 @@ class DetectorSettings(Settings, frozen=True):
         return self.backend != "precomputed" and not is_trained and not is_loaded
 
 
-class EncoderSettings(Settings, frozen=True):
+class EncoderConfig(Config, frozen=True):
     """Which encoder, and its settings."""
 
-    name: str  # a key of ENCODERS in e2e_vl/parts.py
+    name: str  # a key of ENCODERS in e2e_vl/registry.py
     config: Any = {}  # see e2e_vl/encoders/config.py
     weights: str | None = None  # start: a run, a folder, a file of the official code or a BERT; None = random
     # a BERT for parameters missing from `weights`, such as VCR's pooler (official code)
     fallback_weights: str | None = None
 
     def __post_init__(self) -> None:
-        set_part_config(self, ENCODERS, self.name)
+        decode_config(self, ENCODERS, self.name)
 
 
-class TaskSettings(Settings, frozen=True):
+class TaskConfig(Config, frozen=True):
     """Which task, and its settings."""
 
-    name: str  # a key of TASKS in e2e_vl/parts.py
+    name: str  # a key of TASKS in e2e_vl/registry.py
     config: Any = {}  # see e2e_vl/tasks/config.py
     weights: str | None = None  # start of the head: a run, a file of the official code or a BERT; None = random
     # a BERT or a run for parameters missing from `weights`, such as additional pre-training objectives
     fallback_weights: str | None = None
 
     def __post_init__(self) -> None:
-        set_part_config(self, TASKS, self.name)
+        decode_config(self, TASKS, self.name)
 
 
-class TrainSettings(Settings, frozen=True):
+class TrainConfig(Config, frozen=True):
     """How the model is trained."""
 
     images_per_batch: PositiveInt = 32  # per optimiser step, over all processes and accumulated micro-batches
-    accumulate: PositiveInt = 1  # micro-batches per optimiser step
+    gradient_accumulation_steps: PositiveInt = 1  # micro-batches per optimiser step
     epochs: PositiveFloat = 20.0
     max_steps: PositiveInt | None = None  # instead of epochs; the schedule spans these steps
     # adamw_official: VL-BERT's code; bert_adam: VisualBERT's and LXMERT's code
@@ -238,17 +225,17 @@ class TrainSettings(Settings, frozen=True):
     warmup_steps: NonNegativeInt = 0
     # instead of warmup_steps: fraction of all steps; -1: no warm-up, and the rate decays from half of `lr` (a quirk of
     # BertAdam's schedule)
-    warmup_share: Annotated[float, Meta(ge=-1, le=1)] | None = None
+    warmup_ratio: Annotated[float, Meta(ge=-1, le=1)] | None = None
     # after the warm-up; linear (the same as triangle) and cosine fall to 0
     schedule: Literal["linear", "cosine", "constant", "steps", "triangle"] = "linear"
     # the part of a longer schedule, and of its objectives, that this run follows: [0.5, 1.0] is the second half,
     # whose optimiser begins with fresh moments
-    schedule_part: tuple[Fraction, Fraction] = (0.0, 1.0)
-    schedule_first: bool = False  # the first update has the rate of step 1, not 0 (official VL-BERT code)
-    decay_shares: list[Fraction] = []  # schedule "steps": fractions of all steps before each decay
-    decay_factor: PositiveFloat = 0.1  # schedule "steps": factor per decay
-    clip_norm: PositiveFloat | None = 1.0  # maximum norm of all gradients together
-    clip_tensor_norm: PositiveFloat | None = None  # bert_adam: maximum norm per parameter (VisualBERT: 1.0)
+    schedule_fraction: tuple[Fraction, Fraction] = (0.0, 1.0)
+    schedule_skips_zero: bool = False  # the first update has the rate of step 1, not 0 (official VL-BERT code)
+    milestones: list[Fraction] = []  # schedule "steps": fractions of all steps before each decay
+    gamma: PositiveFloat = 0.1  # schedule "steps": factor per decay
+    max_grad_norm: PositiveFloat | None = 1.0  # maximum norm of all gradients together
+    max_grad_norm_per_tensor: PositiveFloat | None = None  # bert_adam: maximum norm per parameter (VisualBERT: 1.0)
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     # whether GPUs may round the inputs of float32 convolutions and matrix products to TF32 (10 bits); None = torch's
     # default: of convolutions only
@@ -261,46 +248,60 @@ class TrainSettings(Settings, frozen=True):
     torch_compile: bool = False
     activation_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
     save_every_epochs: NonNegativeFloat = 1.0
-    keep_checkpoints: PositiveInt = 2
+    save_total_limit: PositiveInt = 2
     log_every: PositiveInt = 10
     # experiment trackers that accelerate knows, such as wandb; each is a package that must be installed
     trackers: list[str] = msgspec.field(default_factory=lambda: ["tensorboard"])
     # a metric such as val/accuracy_predicted_boxes (higher is better) or a loss such as val/loss_predicted_boxes (lower
     # is better): the best model is kept in best/
-    keep_best: str | None = None
-    patience: PositiveInt | None = None  # stop after this many evaluations without an improvement of keep_best
+    metric_for_best_model: str | None = None
+    patience: PositiveInt | None = (
+        None  # stop after this many evaluations in which metric_for_best_model did not improve
+    )
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Images per micro-batch, over all processes."""
+        return self.images_per_batch // self.gradient_accumulation_steps
 
     def __post_init__(self) -> None:
-        share, decays = self.warmup_share, self.decay_shares
+        share, decays = self.warmup_ratio, self.milestones
         falls = self.schedule in ("linear", "triangle")
-        per_step = f"images_per_batch {self.images_per_batch} must be a multiple of accumulate {self.accumulate}"
+        steps = self.gradient_accumulation_steps
+        per_step = f"images_per_batch {self.images_per_batch} must be a multiple of gradient_accumulation_steps {steps}"
         for is_wrong, message in (
-            (self.patience is not None and self.keep_best is None, "patience needs keep_best, the metric to improve"),
             (
-                self.clip_tensor_norm is not None and self.optimizer != "bert_adam",
-                "clip_tensor_norm needs optimizer=bert_adam; the others have clip_norm",
+                self.patience is not None and self.metric_for_best_model is None,
+                "patience needs metric_for_best_model, the metric to improve",
+            ),
+            (
+                self.max_grad_norm_per_tensor is not None and self.optimizer != "bert_adam",
+                "max_grad_norm_per_tensor needs optimizer=bert_adam; the others have max_grad_norm",
             ),
             (
                 self.decay_bn_scales and self.decay_norm_and_bias,
                 "decay_bn_scales needs decay_norm_and_bias=false, or all norms decay anyway",
             ),
-            (share is not None and self.warmup_steps > 0, "set one of warmup_steps and warmup_share"),
+            (share is not None and self.warmup_steps > 0, "set one of warmup_steps and warmup_ratio"),
             (
                 share is not None and share < 0 and not (share == -1 and falls),
-                f"warmup_share is {share}; it must be from 0 to 1, or -1 with schedule linear or triangle",
+                f"warmup_ratio is {share}; it must be from 0 to 1, or -1 with schedule linear or triangle",
             ),
             (
                 (self.schedule == "steps") != bool(decays) or decays != sorted(set(decays)),
-                f"decay_shares is {decays}; it must rise with schedule=steps, and be empty with the others",
+                f"milestones is {decays}; it must rise with schedule=steps, and be empty with the others",
             ),
-            (self.schedule_part[0] >= self.schedule_part[1], f"schedule_part is {self.schedule_part}; it must rise"),
-            (self.images_per_batch % self.accumulate != 0, per_step),
+            (
+                self.schedule_fraction[0] >= self.schedule_fraction[1],
+                f"schedule_fraction is {self.schedule_fraction}; it must rise",
+            ),
+            (self.images_per_batch % self.gradient_accumulation_steps != 0, per_step),
         ):
             if is_wrong:
                 raise UserError(message)
 
 
-class EvalSettings(Settings, frozen=True):
+class EvalConfig(Config, frozen=True):
     """How the model is evaluated during and after training."""
 
     every_epochs: NonNegativeFloat = 1.0
@@ -313,7 +314,7 @@ class EvalSettings(Settings, frozen=True):
     report_pictures: NonNegativeInt = 12
 
 
-class PhraseSettings(Settings, frozen=True):
+class PhraseConfig(Config, frozen=True):
     """Phrase grounding as an additional loss of any task: which regions do the phrases of a text refer to?
 
     Only some data sets annotate phrases.
@@ -327,18 +328,18 @@ class PhraseSettings(Settings, frozen=True):
     weights: str | None = None  # another run to start this head from; None = random
 
 
-class RunConfig(Settings, frozen=True, kw_only=True):
+class RunConfig(Config, frozen=True, kw_only=True):
     """All settings of a run."""
 
     output: str  # run directory
     seed: NonNegativeInt = 12345
-    detector: DetectorSettings = DetectorSettings()
-    encoder: EncoderSettings
-    task: TaskSettings
-    data: DataSettings
-    phrases: PhraseSettings = PhraseSettings()
-    train: TrainSettings = TrainSettings()
-    eval: EvalSettings = EvalSettings()
+    detector: RunDetectorConfig = RunDetectorConfig()
+    encoder: EncoderConfig
+    task: TaskConfig
+    data: DataConfig
+    phrases: PhraseConfig = PhraseConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
 
     def __post_init__(self) -> None:
         sources = (self.data.boxes.train, *self.eval.boxes)
@@ -375,7 +376,7 @@ DISPLAY_SELECTION = SelectionRule(0.2, 10, 36)  # with the rule "score", for dis
 
 
 @dataclasses.dataclass(frozen=True)
-class ExtractionSettings:
+class ExtractionConfig:
     """How regions are selected, and what is stored for each.
 
     rule
@@ -406,224 +407,12 @@ class ExtractionSettings:
         return self.selection or DEFAULT_SELECTIONS[self.rule]
 
 
-# Reading and writing settings.
-
-
-PACKAGED_CONFIGS = Path(__file__).parent / "configs"  # of an installed package; a clone has them beside the package
-CONFIGS = PACKAGED_CONFIGS if PACKAGED_CONFIGS.is_dir() else Path(__file__).resolve().parents[1] / "configs"
-INPUTS = (  # keys that name existing files or folders, see `load_config`
-    *("detector.config", "detector.weights", "encoder.weights", "encoder.fallback_weights"),
-    *("task.weights", "task.fallback_weights", "task.config.answers", "phrases.weights"),
-    *("data.vocabulary", "data.root"),
-)
-Tree = dict[str, Any]  # nested settings, as in YAML
-
-
-def find_config(name: str | Path) -> Path:
-    """A config file: a path, or the name of a config that comes along, such as demo/refcoco; `.yaml` may be omitted."""
-    path = user_path(name, "The config")
-    for place in (Path(), CONFIGS.parent, CONFIGS):
-        if found := next((one for one in (place / path, place / f"{path}.yaml") if one.is_file()), None):
-            return found
-    written = str(path.with_suffix("")).removeprefix("configs/")
-    names = [one.relative_to(CONFIGS).with_suffix("").as_posix() for one in sorted(CONFIGS.glob("*/*.yaml"))]
-    names += [str(one) for one in sorted(path.parent.glob("*.yaml"))]
-    close = difflib.get_close_matches(written, names) or [one for one in names if Path(one).name == path.stem]
-    hint = f"did you mean {' or '.join(close)}?" if close else f"give a path, or the name of a file in {CONFIGS}."
-    raise MissingFileError(f"{name}: there is no such config; {hint}")
-
-
-def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """Read a run's settings.
-
-    Relative paths under the keys in `INPUTS` work from any directory: a path in a YAML file that does not exist in the
-    working directory is searched for in the folder of that file, then in its parents, then (all but `data.root`) beside
-    `CONFIGS`. Paths that are found nowhere, and paths from the command line, do not change.
-
-    Args:
-        path: YAML file, see `find_config`; its `base:` key names a file with the settings that it overrides, relative
-            to it or as in `find_config`.
-        overrides: `key=value` arguments; dots separate the levels (`train.lr=1e-5`).
-    """
-    path = find_config(path)
-    default = _nest("detector.config", DetectorSettings().config)
-    layers = [(str(path), _with_found_inputs(default, path.parent)), *_read_layers(path)]
-    layers += [(f"Command line: {word}", parse_override(word)) for word in overrides]
-    try:
-        config = msgspec.convert(_merge_all(layers), RunConfig, strict=True)
-    except msgspec.ValidationError as error:
-        raise UserError(_explain(str(error), layers)) from error
-    return msgspec.structs.replace(config, output=str(user_path(config.output, "output")))
-
-
-def save_config(config: RunConfig, path: str | Path) -> None:
-    text = yaml.safe_dump(msgspec.to_builtins(config, str_keys=True), sort_keys=False, allow_unicode=True)
-    write_text(Path(path), text)
-
-
-def parse_override(word: str) -> Tree:
-    """Read a `key=value` argument as nested settings."""
-    key, equals, value = word.partition("=")
-    if not equals or not key:
-        raise UserError(f"Command line: '{word}' is not of the form key=value, such as train.lr=1e-5.")
-    return _nest(key, decode_yaml(value, f"Command line: the value in '{word}'"))
-
-
-def parse_overrides(words: Iterable[str]) -> Tree:
-    """Read `key=value` arguments as nested settings; later ones override earlier ones."""
-    return functools.reduce(merge, map(parse_override, words), {})
-
-
 def check_batch_size(config: RunConfig, processes: int) -> None:
     """Raise UserError unless the processes can share a batch evenly; images would be left out of it."""
     images = config.train.images_per_batch
-    shares = processes * config.train.accumulate
+    shares = processes * config.train.gradient_accumulation_steps
     if images % shares:
         raise UserError(
             f"train.images_per_batch is {images}; it must be a multiple of {shares}, the number of processes "
-            f"({processes}) times train.accumulate."
+            f"({processes}) times train.gradient_accumulation_steps."
         )
-
-
-def differences(first: Any, second: Any, prefix: str = "") -> list[str]:
-    """The differences of two settings, as `key: one -> other` lines."""
-    first, second = (msgspec.to_builtins(one) if isinstance(one, msgspec.Struct) else one for one in (first, second))
-    if isinstance(first, dict) and isinstance(second, dict):
-        lines = []
-        for key in sorted({*first, *second}):
-            lines += differences(first.get(key), second.get(key), f"{prefix}.{key}" if prefix else str(key))
-        return lines
-    return [] if first == second else [f"{prefix}: {first} -> {second}"]
-
-
-def _read_layers(path: Path) -> list[tuple[str, Tree]]:
-    """The settings of a file and of its base files, the innermost base first, each with its file name."""
-    tree = dict(read_yaml(path) or {})
-    base = tree.pop("base", None)
-    below = (
-        [] if base is None else _read_layers(beside if (beside := path.parent / base).is_file() else find_config(base))
-    )
-    return [*below, (str(path), _with_found_inputs(tree, path.parent))]
-
-
-def _merge_all(layers: list[tuple[str, Tree]]) -> Tree:
-    return functools.reduce(merge, (tree for _, tree in layers), {})
-
-
-def _nest(key: str, value: Any) -> Tree:
-    """`a.b` and 1 -> {"a": {"b": 1}}."""
-    return functools.reduce(lambda inner, name: {name: inner}, reversed(key.split(".")), value)
-
-
-def _with_found_inputs(tree: Tree, folder: Path) -> Tree:
-    """The settings of a file in `folder`, with input paths that exist from the working directory; see `load_config`."""
-    exists = os.path.exists  # unlike Path.exists, it returns False in a folder without permission
-    for key in INPUTS:
-        written = _get(tree, key.split("."))
-        if not isinstance(written, str) or Path(written).is_absolute() or written.startswith("~"):
-            continue
-        places = (Path(), folder.resolve(), *folder.resolve().parents, CONFIGS.parent)
-        if key == "data.root":  # what lies in a clone may be the drawn data of another run
-            places = tuple(place for place in places if place != CONFIGS.parent)
-        found = next((place / written for place in places if exists(place / written)), None)
-        if found is not None and found.is_absolute():
-            tree = merge(tree, _nest(key, str(found)))
-    return tree
-
-
-_ABSENT = object()
-
-
-def _get(tree: Any, names: Sequence[str]) -> Any:
-    """The setting under a path of keys; `_ABSENT` if it is not set."""
-    for name in names:
-        tree = tree.get(name, _ABSENT) if isinstance(tree, dict) else _ABSENT
-    return tree
-
-
-_PATH = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`")
-_UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`")
-_MISSING = re.compile(r"Object missing required field `(.*?)`")
-
-
-def _explain(message: str, layers: list[tuple[str, Tree]]) -> str:
-    """Rewrite an error of `msgspec.convert` as a sentence with the file or argument, the key and the problem."""
-    place = ".".join(name for name in reversed(_PATH.findall(message)) if name)
-    problem = re.sub(r"\barray\b", "list", _PATH.sub("", message).rstrip("."))
-    if found := _MISSING.fullmatch(problem):
-        key = f"{place}.{found[1]}" if place else found[1]
-        return f"{layers[0][0]}: {key} has no value; set it in the file or as key=value."
-    types = _setting_types(layers)
-    if found := _UNKNOWN.fullmatch(problem):
-        prefix, last = f"{place}." if place else "", found[1]
-        key = prefix + last
-        siblings = [name for section, _, name in (one.rpartition(".") for one in types) if section == place]
-        section, where = key.partition(".")[0], _find_source(key, layers)
-        part, order = _find_source(f"{section}.name", layers), {one: level for level, (one, _) in enumerate(layers)}
-        if place.startswith(f"{section}.config") and order[where] < order[part]:
-            return f"{part}: {where} sets '{key}', which this {section} does not have; use a file that fits it."
-        names = [prefix + name for name in difflib.get_close_matches(last, siblings, n=1)]
-        near = [one for one in types if not place or one.startswith(f"{section}.")]
-        names += difflib.get_close_matches(key, [one for one in near if not key.startswith(one)], n=1, cutoff=0.85)
-        for name in difflib.get_close_matches(last, [one.rpartition(".")[2] for one in near], n=1):
-            names += [one for one in near if one.rpartition(".")[2] == name]
-        known = f"; {place or 'the top level'} has {', '.join(siblings)}." if siblings else "; see e2e_vl/config.py."
-        hint = f"; did you mean '{names[0]}'?" if names else known
-        return f"{where}: there is no setting '{key}'{hint}"
-    if problem.startswith("Invalid enum value"):
-        problem += f"; it must be one of {', '.join(_list_choices(types.get(place.partition('[')[0])))}"
-    ending = "" if problem.endswith("?") else "."
-    source = _find_source(place, layers)
-    named = f"{place}: " if place and f": {place}=" not in source else ""
-    return f"{source}: {named}{problem}{ending}"
-
-
-def _list_choices(kind: Any) -> list[str]:
-    """The allowed values of an enum or `Literal` type."""
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return [str(one) for one in kind]
-    inner = typing.get_args(kind)
-    if typing.get_origin(kind) is Literal:
-        return [str(one) for one in inner]
-    return [choice for one in inner for choice in _list_choices(one)]
-
-
-def _setting_types(layers: list[tuple[str, Tree]]) -> dict[str, Any]:
-    """Dotted names and types of all settings, including those of the selected parts."""
-    merged, types = _merge_all(layers), dict(_types_in(RunConfig, ""))
-    for section, parts in (("encoder", ENCODERS), ("task", TASKS), ("data", DATASETS)):
-        part = parts.get(merged[section].get("name")) if isinstance(merged.get(section), dict) else None
-        if part is not None:
-            types.update(_types_in(part.config_class, f"{section}.config."))
-    return types
-
-
-def _types_in(struct: type[msgspec.Struct], prefix: str) -> Iterator[tuple[str, Any]]:
-    for field in msgspec.structs.fields(struct):
-        yield f"{prefix}{field.name}", field.type
-        for inner in (field.type, *getattr(field.type, "__args__", ())):  # X, or the X of X | None
-            if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
-                yield from _types_in(inner, f"{prefix}{field.name}.")
-
-
-def _find_source(key: str, layers: list[tuple[str, Tree]]) -> str:
-    """The file or argument that last set a dotted key, or else the section around it."""
-    names = key.partition("[")[0].split(".")
-    for count in range(len(names), 0, -1):
-        for source, tree in reversed(layers):
-            if _get(tree, names[:count]) is not _ABSENT:
-                return source
-    return layers[0][0]
-
-
-# The detector's settings
-
-
-def read_detector_config(settings: DetectorSettings) -> DetectorConfig:
-    """Read the Detectron2 YAML file (or that of published weights), with `detector.overrides`."""
-    published = resolve_weights(settings.config)
-    path = published.config_path if isinstance(published, PublishedWeights) else find_config(published)
-    if not settings.overrides:
-        return DetectorConfig.from_yaml(path)
-    # not `resolve`: the cache of the Hugging Face hub links to files without an extension
-    return DetectorConfig.from_yaml({"_BASE_": str(path.absolute()), **settings.overrides})

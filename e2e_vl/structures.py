@@ -34,7 +34,8 @@ from jaxtyping import Bool, Float, Int64, Num, Shaped
 from torch import Tensor
 
 from detector.structures import DetectionTargets, ImageBatch, Loss, Movable, Regions
-from e2e_vl.examples import PhraseBatch, Ragged, Targets
+from e2e_vl.phrases import PhraseBatch
+from e2e_vl.targets import Ragged, Targets
 
 
 class Ability(enum.Enum):

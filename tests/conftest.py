@@ -50,7 +50,8 @@ def unchecked_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- End of shapes.
 
 import e2e_vl  # noqa: E402
-from e2e_vl.config import RunConfig, load_config  # noqa: E402
+from e2e_vl.config import RunConfig  # noqa: E402
+from e2e_vl.config_files import load_config  # noqa: E402
 from tests.run.runs import ROOT, TINY_DETECTOR, tiny  # noqa: E402
 
 # Six objects in every scene: all texts then have the same number of annotated regions.

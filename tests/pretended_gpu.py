@@ -181,7 +181,7 @@ def measure(
     import e2e_vl
     from detector import boxes as box_functions
     from detector import roi_heads
-    from e2e_vl.config import load_config
+    from e2e_vl.config_files import load_config
     from e2e_vl.run import checkpoint, evaluate, train
     from tests.weights.starts import replaced
 

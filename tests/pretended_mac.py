@@ -22,7 +22,7 @@ import torch
 
 import e2e_vl
 import e2e_vl.api.model  # torch's own imports must not meet what is pretended
-from e2e_vl.config import load_config
+from e2e_vl.config_files import load_config
 from e2e_vl.run import train
 from tests import pretended_gpu
 

@@ -7,21 +7,11 @@ from pathlib import Path
 import pytest
 
 from detector.errors import MissingFileError
-from e2e_vl.config import (
-    CONFIGS,
-    BoxSource,
-    DetectorSettings,
-    ResizeSettings,
-    TrainSettings,
-    differences,
-    find_config,
-    load_config,
-    read_detector_config,
-    save_config,
-)
-from e2e_vl.encoders.visual_bert import VisualBertEncoderConfig
-from e2e_vl.encoders.vl_bert import VLBertConfig
-from e2e_vl.parts import ENCODERS, OBJECTIVES
+from e2e_vl.config import BoxSource, ResizeConfig, RunDetectorConfig, TrainConfig
+from e2e_vl.config_files import CONFIGS, differences, find_config, load_config, read_detector_config, save_config
+from e2e_vl.encoders.visual_bert import PretrainedVisualBertConfig
+from e2e_vl.encoders.vl_bert import PretrainedVLBertConfig
+from e2e_vl.registry import ENCODERS, OBJECTIVES
 from e2e_vl.tasks.config import PretrainingConfig, VQAConfig
 
 ROOT = Path(__file__).parents[1]
@@ -57,7 +47,7 @@ def test_command_line_beats_file_beats_base_beats_defaults(base):
     words = ["data.eval_splits=[testA, testB]", "detector.overrides.MODEL.RPN.NMS_THRESH=0.5"]
     config = load_config(child, ["train.warmup_steps=9", *words])
     assert (config.train.lr, config.train.epochs, config.train.warmup_steps) == (0.5, 7.0, 9)
-    assert config.train.clip_norm == TrainSettings().clip_norm
+    assert config.train.max_grad_norm == TrainConfig().max_grad_norm
     assert config.data.eval_splits == ["testA", "testB"]
     assert config.detector.overrides == {"MODEL": {"RPN": {"NMS_THRESH": 0.5}, "RESNETS": {"DEPTH": 18, "NORM": "GN"}}}
 
@@ -65,7 +55,7 @@ def test_command_line_beats_file_beats_base_beats_defaults(base):
 def test_a_section_that_is_null_can_be_set_again(base):
     write(base.parent / "child.yaml", "base: base.yaml\ndata: {resize: null}\n")
     grandchild = write(base.parent / "grandchild.yaml", "base: child.yaml\ndata: {resize: {long_edge: 7}}\n")
-    assert load_config(grandchild).data.resize == ResizeSettings(long_edge=7)
+    assert load_config(grandchild).data.resize == ResizeConfig(long_edge=7)
 
 
 def test_the_settings_of_parts_are_structs(base):
@@ -103,14 +93,17 @@ def test_objectives_may_be_given_by_their_weights():
         ("train.lr=.nan", "train.lr"),
         ("data.root=[1", "not valid YAML"),
         ("--fast", "'--fast' is not of the form key=value"),
-        ("train.accumulate=3", "images_per_batch 32 must be a multiple of accumulate 3"),
+        (
+            "train.gradient_accumulation_steps=3",
+            "images_per_batch 32 must be a multiple of gradient_accumulation_steps 3",
+        ),
         ("data.boxes.train=detections", "data.files.detections"),
         ("data.boxes.selection={min_regions: 5, max_regions: 4}", "data.boxes.selection"),
-        ("train.schedule=steps", "decay_shares"),
-        ("train.clip_tensor_norm=1", "clip_tensor_norm needs optimizer=bert_adam"),
+        ("train.schedule=steps", "milestones"),
+        ("train.max_grad_norm_per_tensor=1", "max_grad_norm_per_tensor needs optimizer=bert_adam"),
         ("train.decay_bn_scales=true", "decay_bn_scales needs decay_norm_and_bias=false"),
-        ("train.warmup_share=-0.5", "warmup_share is -0.5"),
-        ("train.patience=2", "patience needs keep_best"),
+        ("train.warmup_ratio=-0.5", "warmup_ratio is -0.5"),
+        ("train.patience=2", "patience needs metric_for_best_model"),
         ("data.synthetic.config.scene.small=[40, 50]", "data.synthetic.config.scene"),
     ],
 )
@@ -187,7 +180,7 @@ def test_inputs_are_found_beside_and_above_the_file(project, tmp_path, monkeypat
     config = load_config(write(project / "configs" / "run.yaml", text))
     assert config.detector.config == str(project / "configs" / "detector" / "R_101_C4.yaml")
     # the data in a clone may be drawn for another run: its configs read those of the working directory
-    monkeypatch.setattr("e2e_vl.config.CONFIGS", project / "configs")
+    monkeypatch.setattr("e2e_vl.config_files.CONFIGS", project / "configs")
     assert load_config(project / "configs" / "run.yaml").data.root == "data"
 
 
@@ -213,12 +206,12 @@ def test_differences_name_the_setting(base):
 
 
 def test_an_encoder_config_has_the_fields_and_checks_of_its_settings():
-    config = VLBertConfig(vocab_size=9, feature_dim=8, hidden_size=24)
+    config = PretrainedVLBertConfig(vocab_size=9, feature_dim=8, hidden_size=24)
     assert (config.type_vocab_size, config.visual_size, config.model_type) == (3, 24, "vl_bert")
-    assert VLBertConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
-    assert VisualBertEncoderConfig().region_types == [0, 1]
+    assert PretrainedVLBertConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
+    assert PretrainedVisualBertConfig().region_types == [0, 1]
     with pytest.raises(ValueError, match="hidden_dropout_prob"):
-        VLBertConfig(hidden_dropout_prob=1.0)
+        PretrainedVLBertConfig(hidden_dropout_prob=1.0)
 
 
 # The detector's settings of a run
@@ -227,10 +220,10 @@ def test_an_encoder_config_has_the_fields_and_checks_of_its_settings():
 def test_the_detector_file_with_overrides():
     tiny = str(ROOT / "configs" / "detector" / "tiny.yaml")
     three = {"MODEL": {"ROI_HEADS": {"NUM_CLASSES": 3}}}
-    plain, changed = (read_detector_config(DetectorSettings(config=tiny, overrides=one)) for one in ({}, three))
+    plain, changed = (read_detector_config(RunDetectorConfig(config=tiny, overrides=one)) for one in ({}, three))
     assert plain.roi_heads.num_classes != 3 and changed.roi_heads.num_classes == 3
     assert changed.resnet == plain.resnet
-    published = read_detector_config(DetectorSettings(config="torchvision/fasterrcnn_resnet50_fpn_v2-coco"))
+    published = read_detector_config(RunDetectorConfig(config="torchvision/fasterrcnn_resnet50_fpn_v2-coco"))
     assert published.input.format == "RGB" and published.roi_heads.num_classes == 90
 
 

@@ -7,7 +7,8 @@ import pytest
 
 import e2e_vl
 import package_demo
-from e2e_vl.config import CONFIGS, BoxSource, differences, load_config, save_config
+from e2e_vl.config import BoxSource
+from e2e_vl.config_files import CONFIGS, differences, load_config, save_config
 from e2e_vl.io import DEMO
 from e2e_vl.run.build import make_synthetic_data, open_split
 from e2e_vl.synthetic.scenes import box_iou

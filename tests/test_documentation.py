@@ -16,7 +16,8 @@ import pytest
 
 from e2e_vl.cli.main import COMMANDS as CONSOLE_COMMANDS
 from e2e_vl.cli.main import main as console_main
-from e2e_vl.config import RunConfig, load_config
+from e2e_vl.config import RunConfig
+from e2e_vl.config_files import load_config
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "configs" / "demo" / "refcoco.yaml"

@@ -7,7 +7,7 @@ import graphlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from e2e_vl.parts import DATASETS, ENCODERS, TASKS
+from e2e_vl.registry import DATASETS, ENCODERS, TASKS
 
 ROOT = Path(__file__).parents[1]
 MAX_LINES = 900  # of a file
@@ -123,7 +123,7 @@ def test_files_stay_readable() -> None:
 
 HOMES = ("tasks", "data", "encoders", "weights", "synthetic", "metrics")  # folders with a file for each
 # Lists of names: the table of the parts and of the writers of drawn data, and experiments that compare runs.
-LISTS = ("e2e_vl/parts.py", "tools/")
+LISTS = ("e2e_vl/registry.py", "tools/")
 # File formats of features and weights have the names of the projects that published them.
 LISTS += ("e2e_vl/cli/extract.py", "e2e_vl/run/build.py")
 COMMON_WORDS = {"none", "captions", "detection", "joined"}  # also other values than names of parts

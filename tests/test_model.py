@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from detector.images import normalise_images
-from e2e_vl.config import RunConfig, SyntheticSettings, load_config
+from e2e_vl.config import RunConfig, SyntheticDataConfig
+from e2e_vl.config_files import load_config
 from e2e_vl.data.batching import Request
-from e2e_vl.examples import Ragged
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run.build import Run, build_run
 from e2e_vl.structures import Batch, MaskingBatch
+from e2e_vl.targets import Ragged
 from tests.run.runs import first_texts
 from tests.weights.starts import replaced
 
@@ -81,7 +82,7 @@ def test_the_whole_image_can_be_kept_from_the_sequence(tiny_words, tmp_path, nam
     for in_sequence in (True, False):
         own = [*words, f"encoder.config.whole_image_in_sequence={in_sequence}"]
         config = load_config(ROOT / "configs" / "tiny" / f"{name}.yaml", own)
-        run = built(replaced(config, data={"synthetic": SyntheticSettings()}))  # the data are there
+        run = built(replaced(config, data={"synthetic": SyntheticDataConfig()}))  # the data are there
         model, batch = run.model.eval(), first_texts(run, 3, 1)
         with torch.no_grad():
             output = model(batch)

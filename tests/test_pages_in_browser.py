@@ -13,10 +13,11 @@ import torch
 from detector.io import write_json
 from e2e_vl.analysis.collect import CONFIDENCE, ENTITIES, LARGEST, RELATIONS, MeasureKey
 from e2e_vl.analysis.measures import HeadSums
-from e2e_vl.analysis.options import AnalysisOptions
+from e2e_vl.analysis.options import AnalysisConfig
 from e2e_vl.analysis.results import AnalysisResults, Overlay, draw_head_figure
 from e2e_vl.analysis.run import write_page
-from e2e_vl.config import BoxSource, DataSettings, EncoderSettings, EvalSettings, RunConfig, TaskSettings, save_config
+from e2e_vl.config import BoxSource, DataConfig, EncoderConfig, EvalConfig, RunConfig, TaskConfig
+from e2e_vl.config_files import save_config
 from e2e_vl.io import RunLog
 from e2e_vl.metrics.refcoco import ReferringPrediction
 from e2e_vl.predictions import GroundedPhrase, write_list
@@ -71,8 +72,8 @@ def report(tmp_path_factory) -> Path:
         record |= {"image_size": (height, width), "category": "elephant", "detected_class": "a class with a long name"}
         for family, correct in (("relation", 0.0), ("attribute", 1.0)):
             records.append(ReferringPrediction(**record, family=family, correct=correct))
-    parts = {"encoder": EncoderSettings("vl_bert"), "task": TaskSettings("refcoco")}
-    parts |= {"data": DataSettings("refcoco", root="data"), "eval": EvalSettings(boxes=[BoxSource.ONLINE])}
+    parts = {"encoder": EncoderConfig("vl_bert"), "task": TaskConfig("refcoco")}
+    parts |= {"data": DataConfig("refcoco", root="data"), "eval": EvalConfig(boxes=[BoxSource.ONLINE])}
     config = RunConfig(output=str(folder / ("a_folder" * 12)), **parts)
     save_config(config, folder / "config.yaml")
     write_list(folder / "predictions_val_online.json", records)
@@ -106,7 +107,7 @@ def analysis(tmp_path_factory) -> Path:
             sums[key] = HeadSums(hits, attention, chances, 1000, 1000)
     names = "a_run_with_a_long_name" * 4, "visual_bert", "flickr30k", "val", "gt", "/parses" * 20 + ".conllu"
     counts = {"captions": 12345, "phrases that have no box": 7}
-    results = AnalysisResults(*names, AnalysisOptions(), graphs, sums, counts, dict.fromkeys(graphs, labels), 1000)
+    results = AnalysisResults(*names, AnalysisConfig(), graphs, sums, counts, dict.fromkeys(graphs, labels), 1000)
     figures = {}
     for graph in graphs:
         figures[f"entities_{graph}.png"] = draw_head_figure(results, graph, ENTITIES)

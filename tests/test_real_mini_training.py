@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from e2e_vl.config import load_config
+from e2e_vl.config_files import load_config
 from e2e_vl.metrics.refcoco import box_iou
 from e2e_vl.run.evaluate import evaluate_run
 from e2e_vl.run.train import train

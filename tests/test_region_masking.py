@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from detector.images import make_image_batch
 from detector.structures import ImageBatch, PrecomputedFeatures, Regions
-from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
-from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig
-from e2e_vl.examples import Targets
+from e2e_vl.encoders.lxmert import LxmertEncoder, PretrainedLxmertConfig
+from e2e_vl.encoders.visual_bert import PretrainedVisualBertConfig, VisualBertEncoder
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.region_masking import (
     label_regions,
@@ -27,6 +26,7 @@ from e2e_vl.region_masking import (
     truncated_lengths,
 )
 from e2e_vl.structures import Batch, MaskingBatch, RegionLabels, RegionMasks, TextBatch
+from e2e_vl.targets import Targets
 from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.pretraining import PretrainingTargets
 from tests.tasks.tiny_pretraining import (
@@ -403,9 +403,9 @@ def peeking_model(name: str, mask_probability: float, encoder: dict[str, Any], *
     common = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
     common |= {"feature_dim": detector.feature_dim, "initializer_range": 0.3, "max_position_embeddings": 16}
     if name == "lxmert":
-        made = LxmertEncoder(LxmertEncoderConfig(**common, l_layers=1, r_layers=1, x_layers=1, max_images=2))
+        made = LxmertEncoder(PretrainedLxmertConfig(**common, l_layers=1, r_layers=1, x_layers=1, max_images=2))
     else:
-        made = VisualBertEncoder(VisualBertEncoderConfig(**common, num_hidden_layers=2, region_types=[0, 1]))
+        made = VisualBertEncoder(PretrainedVisualBertConfig(**common, num_hidden_layers=2, region_types=[0, 1]))
     classes = {"object_labels": CLASSES - 1, "attribute_labels": 6}
     objectives = {name: {"weight": 1.0, "classes": count} for name, count in classes.items()}
     objectives |= {"masked_words": 1.0, "relationship": 1.0, "region_features": 1.0}

@@ -116,7 +116,7 @@ def reduced(options: list[str], placeholders: dict[str, str]) -> list[str]:
     if "vl_bert_base" in config:
         tiny = yaml.safe_dump({**SMALL, "geometry_dim": 32}, default_flow_style=True).strip()
         detector = f"detector.config={placeholders['DETECTOR']}/config.yaml"
-        return [*FEW_STEPS, "train.accumulate=1", "data.workers=0", detector, f"encoder.config={tiny}"]
+        return [*FEW_STEPS, "train.gradient_accumulation_steps=1", "data.workers=0", detector, f"encoder.config={tiny}"]
     weights = [f"detector.weights={placeholders['COCO']}"] if "coco_weights" in config else []
     return ["train.max_steps=2", *weights]
 

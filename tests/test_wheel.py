@@ -21,7 +21,8 @@ import sys
 from pathlib import Path
 import e2e_vl
 from e2e_vl.cli.main import main
-from e2e_vl.config import DetectorSettings, read_detector_config
+from e2e_vl.config import RunDetectorConfig
+from e2e_vl.config_files import read_detector_config
 
 assert e2e_vl.__file__.startswith(sys.argv[1]), e2e_vl.__file__
 words = ["train", "--config", "tiny/refcoco", "train.max_steps=2", "eval.boxes=[gt]", "data.workers=0"]
@@ -32,7 +33,7 @@ assert main(["ask", "--run", "demo", *words, "--output", "asked_demo"]) == 0
 [image, *_] = map(str, Path("data").rglob("*.jpg"))
 assert main(["ask", "--run", "runs/tiny_refcoco", "--image", image, "--text", "the circle", "--output", "asked"]) == 0
 for name in Path(sys.argv[1]).glob("e2e_vl/configs/detector/*.yaml"):
-    read_detector_config(DetectorSettings(config=f"detector/{name.stem}"))
+    read_detector_config(RunDetectorConfig(config=f"detector/{name.stem}"))
 assert main(["extract", image, "--output", "found", "--config", "detector/tiny"]) == 0
 assert main(["reproduce", "vl_bert", "1", "base", "--dry-run"]) == 0
 """

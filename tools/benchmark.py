@@ -65,7 +65,8 @@ from detector.roi_pooler import RoIPooler
 from detector.structures import DetectionTargets, ImageBatch, Loss, PrecomputedFeatures, Regions
 from detector.weight_names import from_torchvision_detector
 from e2e_vl.cli.main import print_errors
-from e2e_vl.config import BoxSource, RunConfig, load_config
+from e2e_vl.config import BoxSource, RunConfig
+from e2e_vl.config_files import load_config
 from e2e_vl.data.batching import BatchLoader, GroupedBatchSampler, Request, canvas_size
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run.build import Run, build_detector, build_encoder, build_examples, build_run, resolve_config
@@ -282,7 +283,7 @@ def open_run(arguments: argparse.Namespace, *settings: str) -> tuple[RunConfig, 
     if arguments.boxes is not None and config.data.boxes.train == BoxSource.ONLINE:
         raise UserError("--boxes needs given boxes; set data.boxes.train=gt, or leave --boxes out.")
     if config.data.synthetic.scenes:  # more than a batch, because not every scene has k texts
-        scenes = {config.data.train_split: 4 * config.train.images_per_batch // config.train.accumulate + 8}
+        scenes = {config.data.train_split: 4 * config.train.micro_batch_size + 8}
         words += [f"data.root={arguments.folder}/data", f"data.synthetic.scenes={scenes}"]
     config = resolve_config(load_config(arguments.config, words))
     torch.manual_seed(config.seed)
@@ -291,7 +292,10 @@ def open_run(arguments: argparse.Namespace, *settings: str) -> tuple[RunConfig, 
 
 def plan_train(arguments: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
     config, run = open_run(arguments, "data.flip=0")
-    number, texts = config.train.images_per_batch // config.train.accumulate, config.data.texts_per_image
+    number, texts = (
+        config.train.micro_batch_size,
+        config.data.texts_per_image,
+    )
     rich = [group[:texts] if len(group) >= texts else [] for group in run.train_data.groups]
     requests = next(iter(GroupedBatchSampler(rich, number, texts, shuffle=False)))
     parts = [[Request(one.group, one.texts[row : row + 1]) for one in requests] for row in range(texts)]
@@ -328,7 +332,7 @@ def plan_evaluate(arguments: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
 
 def plan_data(arguments: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
     config, run = open_run(arguments)
-    number, steps = config.train.images_per_batch // config.train.accumulate, {}
+    number, steps = config.train.micro_batch_size, {}
     sampler = GroupedBatchSampler(run.train_data.groups, number, config.data.texts_per_image)
     for workers in dict.fromkeys((0, config.data.workers)):
         loader = BatchLoader(run.train_data, sampler, run.collate, workers=workers, keep_workers=True)
@@ -495,7 +499,7 @@ def count_pass(config: RunConfig, boxes: int, words: int, gpus: int) -> tuple[Ro
         Its operations, its number of examples, and the GiB of weights, gradients, AdamW's moments and saved
         activations, without work space.
     """
-    texts = max(config.train.images_per_batch // config.train.accumulate // gpus, 1)
+    texts = max(config.train.micro_batch_size // gpus, 1)
     pairs, choices = 1 + (config.task.name == "nlvr2"), 4 if config.task.name == "vcr" else 1
     images, sequences, resize = texts * pairs, texts * choices, config.data.resize
     size = ResizeRule(resize.short_edge[-1], resize.long_edge, resize.rounding).target_size(480, 640)
@@ -542,7 +546,9 @@ def count_pass(config: RunConfig, boxes: int, words: int, gpus: int) -> tuple[Ro
     trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
     fixed = sum(one.numel() for one in model.parameters()) - trained
     roofline.operations = [(flops, moved / 2) for flops, moved in roofline.operations]
-    roofline.operations.append((0, 28 * trained / config.train.accumulate))  # AdamW reads 4 float32 numbers, writes 3
+    roofline.operations.append(
+        (0, 28 * trained / config.train.gradient_accumulation_steps)
+    )  # AdamW reads 4 float32 numbers, writes 3
     return roofline, texts, (18 * trained + 6 * fixed + activations) / 2**30  # with copies in bf16
 
 

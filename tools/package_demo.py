@@ -24,7 +24,8 @@ import e2e_vl
 from detector.errors import UserError
 from detector.io import atomic_folder, read_json, write_json
 from e2e_vl.cli.main import make_parser, print_errors
-from e2e_vl.config import BoxSource, RunConfig, differences, load_config
+from e2e_vl.config import BoxSource, RunConfig
+from e2e_vl.config_files import differences, load_config
 from e2e_vl.io import DEMO
 from e2e_vl.samples import SampleText
 from e2e_vl.synthetic.language import RELATIONS

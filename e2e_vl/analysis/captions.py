@@ -19,10 +19,11 @@ from jaxtyping import Bool, Int64
 from typing_extensions import override
 
 from detector.errors import UserError
-from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, TextExample
 from e2e_vl.io import read_text
 from e2e_vl.predictions import Prediction
+from e2e_vl.preprocessing import EncodedText, GeneratorFactory, Preprocessor
 from e2e_vl.samples import Sample, SampleText
+from e2e_vl.transforms import LoadedImage
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -193,15 +194,15 @@ class CaptionPreprocessor(Preprocessor):
 
     @override
     def encode_text(
-        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
-    ) -> Iterable[TextExample]:
+        self, text: SampleText, sample: Sample, images: Sequence[LoadedImage], make_generator: GeneratorFactory
+    ) -> Iterable[EncodedText]:
         pieces, all_offsets, _ = self.text_tokenizer.encode(text.words)
         encoding = self.text_tokenizer.single(pieces)
         is_word = encoding.source >= 0
         offsets = np.zeros((len(is_word), 2), np.int64)
         offsets[is_word] = all_offsets[encoding.source[is_word]]
         caption = self.caption(text, offsets, is_word, all_offsets)
-        yield TextExample(encoding, text.image_index, {**self.record(text, images, encoding), CAPTION_KEY: caption})
+        yield EncodedText(encoding, text.image_index, {**self.record(text, images, encoding), CAPTION_KEY: caption})
 
     def caption(
         self,

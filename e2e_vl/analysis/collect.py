@@ -28,7 +28,7 @@ from e2e_vl.analysis.measures import (
     region_naming,
     word_dependency,
 )
-from e2e_vl.analysis.options import AnalysisOptions, WordPiece
+from e2e_vl.analysis.options import AnalysisConfig, WordPiece
 from e2e_vl.data.batching import BatchLoader
 from e2e_vl.metrics.flickr30k import correct_candidates
 from e2e_vl.model import VisionLanguageModel
@@ -46,7 +46,7 @@ class PhraseQueries:
     piece: WordPiece  # which wordpiece of a span is the query
 
 
-def choose_queries(caption: CaptionAnnotations, options: AnalysisOptions) -> PhraseQueries:
+def choose_queries(caption: CaptionAnnotations, options: AnalysisConfig) -> PhraseQueries:
     """Choose the query wordpieces according to `options.entity_piece`.
 
     "head" is the (first) head word in the parse, read at `options.word_piece`. A phrase has no head word if its caption
@@ -72,7 +72,7 @@ def share_wordpiece(spans: Int64[np.ndarray, "words 2"], first: int, second: int
     return bool(max(spans[first, 0], spans[second, 0]) < min(spans[first, 1], spans[second, 1]))
 
 
-def list_word_pairs(caption: CaptionAnnotations, options: AnalysisOptions) -> list[Pair]:
+def list_word_pairs(caption: CaptionAnnotations, options: AnalysisConfig) -> list[Pair]:
     """List both directions of every relation: query word w2, target word w1."""
     pairs = []
     for relation in caption.relations:
@@ -85,7 +85,7 @@ def list_word_pairs(caption: CaptionAnnotations, options: AnalysisOptions) -> li
     return pairs
 
 
-def list_grounded_pairs(caption: CaptionAnnotations, counted: Sequence[bool], options: AnalysisOptions) -> list[Pair]:
+def list_grounded_pairs(caption: CaptionAnnotations, counted: Sequence[bool], options: AnalysisConfig) -> list[Pair]:
     """List the pairs whose target word w1 is in a counted phrase: query word w2, phrase of w1."""
     return [
         (source, caption.phrase_of[target], label)
@@ -157,7 +157,7 @@ class AttentionStatistics:
         self.counts.update(other.counts)
         self.texts += other.texts
 
-    def most_common_relations(self, graph: str, measure: str, options: AnalysisOptions) -> list[str]:
+    def most_common_relations(self, graph: str, measure: str, options: AnalysisConfig) -> list[str]:
         """The most common relations of a measure, by descending number of examples."""
         found = {
             key.label: sums.examples for key, sums in self.sums.items() if (key.graph, key.measure) == (graph, measure)
@@ -190,7 +190,7 @@ class MeasureInputs:
 def collect_attention(
     model: VisionLanguageModel,
     loader: BatchLoader,
-    options: AnalysisOptions,
+    options: AnalysisConfig,
     accelerator: Accelerator,
     *,
     sorted_boxes: bool = False,
@@ -220,7 +220,7 @@ def add_batch(
     statistics: AttentionStatistics,
     model: VisionLanguageModel,
     batch: Batch,
-    options: AnalysisOptions,
+    options: AnalysisConfig,
     sorted_boxes: bool,
     keep_texts: Collection[int],
 ) -> None:
@@ -258,7 +258,7 @@ def add_batch(
 
 
 def make_inputs(
-    batch: Batch, regions: TextRegions, text: int, options: AnalysisOptions, confidence: Float[Tensor, " R"] | None
+    batch: Batch, regions: TextRegions, text: int, options: AnalysisConfig, confidence: Float[Tensor, " R"] | None
 ) -> MeasureInputs:
     """Prepare the inputs of the measures for one text."""
     caption: CaptionAnnotations = batch.records[text][CAPTION_KEY]
@@ -277,7 +277,7 @@ def make_inputs(
     return MeasureInputs(caption, length, boxes, allowed, is_correct, baseline_scores)
 
 
-def find_correct_regions(regions: np.ndarray, boxes: np.ndarray, options: AnalysisOptions) -> np.ndarray:
+def find_correct_regions(regions: np.ndarray, boxes: np.ndarray, options: AnalysisConfig) -> np.ndarray:
     """Mark the regions (bool [R]) with enough overlap with the boxes of a phrase, see `options.gold_boxes`."""
     if not len(boxes):
         return np.zeros(len(regions), dtype=bool)
@@ -293,7 +293,7 @@ def add_text(
     graph: AttentionGraph,
     maps: Float[Tensor, "layers heads slots slots"],
     inputs: MeasureInputs,
-    options: AnalysisOptions,
+    options: AnalysisConfig,
 ) -> None:
     """Add the measures of one graph on one text."""
     per_sentence = options.mean_over == "sentences"
@@ -349,7 +349,7 @@ def split_pairs(
     return first, second, [label for _, _, label in pairs]
 
 
-def counted_phrases(inputs: MeasureInputs, options: AnalysisOptions) -> Bool[Tensor, " phrases"]:
+def counted_phrases(inputs: MeasureInputs, options: AnalysisConfig) -> Bool[Tensor, " phrases"]:
     """The phrases that are measured, see `options.without_box` and `options.without_region`."""
     has_box = inputs.allowed.new_tensor([len(boxes) > 0 for boxes in inputs.caption.boxes])
     has_region = inputs.is_correct.any(dim=1)
@@ -359,7 +359,7 @@ def counted_phrases(inputs: MeasureInputs, options: AnalysisOptions) -> Bool[Ten
     return counted
 
 
-def count_text(counts: Counter[str], inputs: MeasureInputs, options: AnalysisOptions) -> None:
+def count_text(counts: Counter[str], inputs: MeasureInputs, options: AnalysisConfig) -> None:
     """Update the counts with one text."""
     caption = inputs.caption
     has_box = [len(boxes) > 0 for boxes in caption.boxes]

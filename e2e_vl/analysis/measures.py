@@ -1,6 +1,6 @@
 """Measures of attention heads on one text, and their sums over many texts.
 
-Entity and syntactic grounding follow section 3 of VisualBERT's ACL paper; `AnalysisOptions` covers the details that
+Entity and syntactic grounding follow section 3 of VisualBERT's ACL paper; `AnalysisConfig` covers the details that
 it leaves open. The other measures also suit encoders with separate attention for words and for regions.
 
 All maps are probabilities of one text, [layers heads slots slots] (query, key), with slots as in `EncoderOutput`.

@@ -15,7 +15,7 @@ from detector.errors import UserError
 WordPiece = Literal["last", "first", "mean"]
 
 
-class AnalysisOptions(msgspec.Struct, frozen=True):
+class AnalysisConfig(msgspec.Struct, frozen=True):
     """The options of an analysis. The description of each field is its help text."""
 
     entity_piece: Annotated[
@@ -96,8 +96,8 @@ class AnalysisOptions(msgspec.Struct, frozen=True):
 
 def list_options() -> Iterator[tuple[str, Any, Any, str]]:
     """(field, type, default, meaning) of every option."""
-    types = typing.get_type_hints(AnalysisOptions, include_extras=True)
-    for field in msgspec.structs.fields(AnalysisOptions):
+    types = typing.get_type_hints(AnalysisConfig, include_extras=True)
+    for field in msgspec.structs.fields(AnalysisConfig):
         kind, meta = typing.get_args(types[field.name])
         yield field.name, kind, field.default, meta.description
 

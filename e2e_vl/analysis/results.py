@@ -39,7 +39,7 @@ from e2e_vl.analysis.collect import (
     choose_queries,
 )
 from e2e_vl.analysis.measures import HeadSums, attention_from
-from e2e_vl.analysis.options import AnalysisOptions, parse_head
+from e2e_vl.analysis.options import AnalysisConfig, parse_head
 from e2e_vl.drawing import BLUE, GREEN, RED, draw_boxes, draw_heat_map
 from e2e_vl.structures import AttentionBlock, AttentionGraph
 
@@ -59,7 +59,7 @@ class AnalysisResults:
     split: str
     boxes: str
     parses: str | None  # file or spaCy model; None without parses
-    options: AnalysisOptions
+    options: AnalysisConfig
     graphs: Mapping[str, AttentionGraph]
     sums: Mapping[MeasureKey, HeadSums]
     counts: Mapping[str, int]
@@ -319,7 +319,7 @@ class Overlay:
 
 
 def parse_heads(
-    words: Sequence[str], graphs: Mapping[str, AttentionGraph], options: AnalysisOptions, num_heads: int
+    words: Sequence[str], graphs: Mapping[str, AttentionGraph], options: AnalysisConfig, num_heads: int
 ) -> list[AttentionHead]:
     """Parse --heads; a head without a graph belongs to the first graph in which words attend to regions."""
     reads = [name for name, graph in graphs.items() if AttentionBlock.WORDS_TO_REGIONS in graph.blocks]

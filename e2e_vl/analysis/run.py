@@ -17,7 +17,7 @@ from detector.images import load_image
 from detector.io import atomic_folder, write_json
 from e2e_vl.analysis.captions import CaptionPreprocessor, Parses, parse_with_spacy, read_parses
 from e2e_vl.analysis.collect import ENTITIES, RELATIONS, AttentionStatistics, choose_texts, collect_attention
-from e2e_vl.analysis.options import AnalysisOptions
+from e2e_vl.analysis.options import AnalysisConfig
 from e2e_vl.analysis.results import (
     AnalysisResults,
     AttentionHead,
@@ -27,13 +27,14 @@ from e2e_vl.analysis.results import (
     parse_heads,
     write_tables,
 )
-from e2e_vl.config import BoxSource, RunConfig, load_config
+from e2e_vl.config import BoxSource, RunConfig
+from e2e_vl.config_files import load_config
 from e2e_vl.data.base import open_options
-from e2e_vl.data.batching import ExampleDataset
+from e2e_vl.data.batching import EncodedDataset
 from e2e_vl.data.image_loader import DetectedBoxes
 from e2e_vl.io import file_name
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.parts import DATASETS
+from e2e_vl.registry import DATASETS
 from e2e_vl.run.build import build_loader, build_text_tokenizer, open_split, warn_of_random_boxes
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.evaluate import make_loader
@@ -96,7 +97,7 @@ class AnalysisArguments:
     data: Path | None = None  # config with the data to read; None: the run's own
     parses: Path | None = None  # CoNLL-U
     spacy_model: str | None = None
-    options: AnalysisOptions = dataclasses.field(default_factory=AnalysisOptions)
+    options: AnalysisConfig = dataclasses.field(default_factory=AnalysisConfig)
     heads: tuple[str, ...] = ()  # heads to draw; by default the best ones
     pictures: int = 6  # number of captions with pictures
     max_images: int | None = None
@@ -194,7 +195,7 @@ def check_results_folder(folder: Path) -> None:
 def split_overrides(overrides: Sequence[str], *, has_data: bool) -> tuple[list[str], list[str]]:
     """Split overrides into those of the run and those of the other config's data.
 
-    Settings in `RUN_SETTINGS` belong to the run, because the model was trained with them.
+    Config in `RUN_SETTINGS` belong to the run, because the model was trained with them.
     """
     changed = re.compile(rf"data\.(?!({'|'.join(RUN_SETTINGS)})\b)")
     data_overrides = [word for word in overrides if has_data and changed.match(word)]
@@ -214,7 +215,7 @@ def caption_examples(
     tokenizer: PreTrainedTokenizerBase,
     args: AnalysisArguments,
     parses: Parses | None,
-) -> ExampleDataset:
+) -> EncodedDataset:
     """The captions of a split as encoder inputs, without masked words."""
     # a non-zero loss weight makes the data set read phrases
     with_phrases = msgspec.structs.replace(config, phrases=msgspec.structs.replace(config.phrases, weight=1.0))
@@ -223,4 +224,4 @@ def caption_examples(
     loader.require_images(dataset.image_keys(), args.split)
     text_tokenizer = dataclasses.replace(build_text_tokenizer(config, model, tokenizer), with_phrase_spans=False)
     preprocessor = CaptionPreprocessor(text_tokenizer, parses, args.options.missing_parse == "error")
-    return ExampleDataset(dataset, loader, preprocessor, seed=config.seed)
+    return EncodedDataset(dataset, loader, preprocessor, seed=config.seed)

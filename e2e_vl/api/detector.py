@@ -73,7 +73,7 @@ class TrainedDetector:
     ) -> ImageRegions | list[ImageRegions]:
         """Predict regions, best score first, or compute features and classes of the given boxes, in their order.
 
-        Predicted boxes are selected by the rule "score" (`ExtractionSettings`), as in bulk extraction. The defaults
+        Predicted boxes are selected by the rule "score" (`ExtractionConfig`), as in bulk extraction. The defaults
         suit the display of an image: 0.2 and 10 to 36, instead of 0.5 and 10 to 100 (VL-BERT, section 4.1). A stated
         value wins over the defaults of the others, see `SelectionRule`.
 

@@ -31,13 +31,13 @@ from e2e_vl.config import BoxSource, RunConfig
 from e2e_vl.data.batching import collate, random_generator
 from e2e_vl.data.user_images import to_image_file
 from e2e_vl.data.user_inputs import convert_boxes, require_inside
-from e2e_vl.examples import Example
 from e2e_vl.extraction.regions import RANDOM_BOXES, LoadedDetector
 from e2e_vl.io import DEMO, find_run
 from e2e_vl.metrics.sureness import SURE
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.parts import DATASETS
 from e2e_vl.predictions import Prediction, box_text
+from e2e_vl.preprocessing import EncodedSample
+from e2e_vl.registry import DATASETS
 from e2e_vl.run.build import build_loader, build_text_tokenizer
 from e2e_vl.run.checkpoint import load_model, save_model
 from e2e_vl.run.devices import choose_device, choose_precision, computing_in
@@ -274,7 +274,7 @@ class TrainedModel(
         if self.network.task.batches_questions:
             limit = self.config.eval.images_per_batch
         answers: dict[int, Answer | Exception] = {}
-        waiting: list[tuple[list[int], Example]] = []  # question indices and their example
+        waiting: list[tuple[list[int], EncodedSample]] = []  # question indices and their example
 
         def answer_waiting() -> None:
             task = self.network.task
@@ -348,7 +348,7 @@ class TrainedModel(
         texts = [dataclasses.replace(sample.texts[0], index=row) for row, sample in enumerate(samples)]
         return dataclasses.replace(samples[0], texts=tuple(texts))
 
-    def _read(self, sample: Sample) -> Example:
+    def _read(self, sample: Sample) -> EncodedSample:
         """Load and preprocess the images and texts of a sample."""
         box_source = BoxSource.ONLINE if sample.images[0].objects is None else BoxSource.GT
         loader = self._loaders[box_source]
@@ -366,12 +366,12 @@ class TrainedModel(
             if image.boxes_to_mask is not None:
                 require_inside(image.boxes_to_mask, size, "boxes to mask", example.name)
             images.append(example)
-        return Example(images, list(self._preprocessor(sample, images, make_generator)))
+        return EncodedSample(images, list(self._preprocessor(sample, images, make_generator)))
 
     @torch.no_grad()
     def _run(
         self,
-        examples: list[Example],
+        examples: list[EncodedSample],
         change: Callable[[Batch], Batch] | None = None,
         *,
         output_attentions: bool,
@@ -605,7 +605,7 @@ def _require_unicode(text: str) -> None:
         raise UserError(f"The text {text!a} has characters that are not Unicode; write it in UTF-8.") from error
 
 
-def _largest_size(example: Example) -> tuple[int, int]:
+def _largest_size(example: EncodedSample) -> tuple[int, int]:
     """Return the largest height and the largest width of the images of an example."""
     heights = [image.pixels.shape[0] for image in example.images]
     widths = [image.pixels.shape[1] for image in example.images]

@@ -23,12 +23,13 @@ import argparse
 import typing
 from pathlib import Path
 
-from e2e_vl.analysis.options import AnalysisOptions, list_options, option_flag, parse_head
+from e2e_vl.analysis.options import AnalysisConfig, list_options, option_flag, parse_head
 from e2e_vl.cli.main import make_parser, parse_with_settings, print_errors
 from e2e_vl.cli.processes import add_process_options, run_in_processes
-from e2e_vl.config import BoxSource, load_config
+from e2e_vl.config import BoxSource
+from e2e_vl.config_files import load_config
 from e2e_vl.io import find_model_folder
-from e2e_vl.parts import decode
+from e2e_vl.registry import decode
 
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -80,7 +81,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     load_config(find_model_folder(args.run) / "config.yaml", run_overrides)  # before torch is imported
     if args.data is not None:
         load_config(args.data, [*data_overrides, "output=unused"])
-    options = decode({name: getattr(args, name) for name, *_ in list_options()}, AnalysisOptions, "options")
+    options = decode({name: getattr(args, name) for name, *_ in list_options()}, AnalysisConfig, "options")
     options.require_parses(given=args.parses is not None or args.spacy is not None)
     for head in args.heads:
         parse_head(head, options.first_number)

@@ -29,11 +29,12 @@ from detector.errors import MissingFileError
 from detector.image_files import read_size
 from detector.io import write_json
 from e2e_vl.cli.main import make_parser, parse_with_settings, print_errors
-from e2e_vl.config import BoxSource, RunConfig, load_config
+from e2e_vl.config import BoxSource, RunConfig
+from e2e_vl.config_files import load_config
 from e2e_vl.data.base import VLDataset
 from e2e_vl.data.box_checks import reach_outside
 from e2e_vl.data.overlap import GlobalImageId, ImageIdLookup, count_distinct_images, read_visual_genome
-from e2e_vl.parts import ENCODERS, TASKS
+from e2e_vl.registry import ENCODERS, TASKS
 from e2e_vl.samples import (
     AnnotatedObjects,
     CategorisedObjects,
@@ -49,10 +50,10 @@ from e2e_vl.samples import (
 )
 
 if TYPE_CHECKING:  # these modules import torch
-    from e2e_vl.data.batching import ExampleDataset
+    from e2e_vl.data.batching import EncodedDataset
     from e2e_vl.data.image_loader import ImageLoader
-    from e2e_vl.examples import ImageExample
     from e2e_vl.run.build import RunWithoutWeights
+    from e2e_vl.transforms import LoadedImage
 
 MAX_WHOLE_SAMPLES = 300  # of a split, whose region features are read and whose texts are encoded as in training
 
@@ -198,7 +199,7 @@ class SplitReader:
         if self.task.vocabulary_class is not None and self.model is not None:
             self.answers = set(self.model.task.answer_vocabulary.answers)
         self.loaders: list[ImageLoader] = []  # one for each source of boxes
-        self.examples: ExampleDataset | None = None  # encodes texts; None: it cannot be built
+        self.examples: EncodedDataset | None = None  # encodes texts; None: it cannot be built
         self.text_limit: int | None = None  # wordpieces, with special tokens; None: no limit
         self._listed: set[str] = set()  # the problems of the report
         try:
@@ -344,14 +345,14 @@ class SplitReader:
             self._add_problem(problem)
         return None
 
-    def _load(self, sample: Sample, *, with_features: bool) -> list[ImageExample]:
+    def _load(self, sample: Sample, *, with_features: bool) -> list[LoadedImage]:
         """Load the images of a sample with the boxes of each source, but without pixels.
 
         Return those of one source. If no source gives boxes, they have no boxes.
         """
         from e2e_vl.data.image_loader import StoredBoxes
 
-        loaded: list[ImageExample] = []
+        loaded: list[LoadedImage] = []
         for loader in self.loaders:
             reader = loader.box_reader
             if reader is not None:
@@ -404,10 +405,10 @@ class SplitReader:
             lengths.append(length + template.num_special)
         return lengths
 
-    def _encode(self, sample: Sample, images: list[ImageExample]) -> None:
+    def _encode(self, sample: Sample, images: list[LoadedImage]) -> None:
         """Encode one text as training does, and check the region features of its images, if there are any."""
         from e2e_vl.data.batching import collate
-        from e2e_vl.examples import Example
+        from e2e_vl.preprocessing import EncodedSample
 
         if self.examples is None:
             return
@@ -416,7 +417,7 @@ class SplitReader:
             for text in texts:
                 self.examples.check_length(text)
             if any(image.features is not None for image in images):
-                batch = collate([Example(images, texts)])
+                batch = collate([EncodedSample(images, texts)])
                 self.model.detector(batch.images, batch.boxes, whole_image=self.model.encoder.uses_whole_image)
         except (ValueError, OSError) as error:
             self._add_problem(str(error))

@@ -42,7 +42,7 @@ from detector.config import EXPECTED_PARTS
 from detector.errors import UserError
 from detector.io import atomic_files, write_text
 from e2e_vl.cli.main import make_parser, parse_with_settings, print_errors
-from e2e_vl.config import find_config, load_config
+from e2e_vl.config_files import find_config, load_config
 
 
 @print_errors

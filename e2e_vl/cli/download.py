@@ -33,11 +33,11 @@ from detector.errors import MissingFileError, UserError
 from detector.io import read_yaml
 from detector.zoo import file_difference
 from e2e_vl.cli.main import make_parser, print_errors
-from e2e_vl.config import CONFIGS, load_config
-from e2e_vl.parts import Settings, check_name, decode
+from e2e_vl.config_files import CONFIGS, load_config
+from e2e_vl.registry import Config, check_name, decode
 
 
-class PublishedFile(Settings, frozen=True):
+class PublishedFile(Config, frozen=True):
     """A file or an archive. configs/downloads.yaml describes the fields."""
 
     source: str
@@ -97,14 +97,14 @@ class PublishedFile(Settings, frozen=True):
                     raise UserError(f"{new}: no link can be made here ({error.strerror}); copy {old} there.") from error
 
 
-class FileSet(Settings, frozen=True):
+class FileSet(Config, frozen=True):
     """Files that are downloaded together, and the configs that read them."""
 
     files: tuple[str, ...]
     configs: tuple[str, ...] = ()
 
 
-class Table(Settings, frozen=True):
+class Table(Config, frozen=True):
     """The content of configs/downloads.yaml."""
 
     files: dict[str, PublishedFile]

@@ -22,7 +22,7 @@ from detector.errors import UserError
 from detector.io import atomic_file, write_json
 from e2e_vl.cli.main import make_parser, print_errors
 from e2e_vl.cli.processes import add_process_options, run_in_processes
-from e2e_vl.config import DEFAULT_SELECTIONS, DISPLAY_SELECTION, DetectorSettings, ExtractionSettings
+from e2e_vl.config import DEFAULT_SELECTIONS, DISPLAY_SELECTION, ExtractionConfig, RunDetectorConfig
 from e2e_vl.data.features import FORMATS
 from e2e_vl.data.user_images import ImageFile, find_images
 from e2e_vl.io import write_png
@@ -103,7 +103,7 @@ def load_source(args: argparse.Namespace) -> LoadedDetector:
         return find_detector(args.detector, args.config, **common)
     if args.run is not None:
         return detector_of_run(args.run, **common)
-    return open_detector(args.config or DetectorSettings().config, args.weights, seed=args.seed, **common)
+    return open_detector(args.config or RunDetectorConfig().config, args.weights, seed=args.seed, **common)
 
 
 # One image
@@ -288,7 +288,7 @@ def many_images(argv: list[str] | None = None, prog: str | None = None) -> int:
     return 1 if summary.failures else 0
 
 
-def extraction_settings(args: argparse.Namespace) -> ExtractionSettings:
+def extraction_settings(args: argparse.Namespace) -> ExtractionConfig:
     """Return the settings of boxes and features that the options ask for."""
     attributes = args.attributes or args.format == "lxmert"
     if args.format in ("tsv", "lxmert") and args.image_feature:
@@ -300,7 +300,7 @@ def extraction_settings(args: argparse.Namespace) -> ExtractionSettings:
             limits.append("--num-boxes")
         if limits:
             raise UserError(f"--boxes gives the boxes, so nothing is selected; leave out {', '.join(limits)}.")
-        return ExtractionSettings("given", attributes=attributes, image_feature=args.image_feature)
+        return ExtractionConfig("given", attributes=attributes, image_feature=args.image_feature)
     selection = DEFAULT_SELECTIONS[args.rule]
     if args.num_boxes is None:
         selection = selection.with_stated(args.min_score, args.min_boxes, args.max_boxes)
@@ -311,7 +311,7 @@ def extraction_settings(args: argparse.Namespace) -> ExtractionSettings:
     features_of = args.features_of
     if features_of is None:
         features_of = "final" if args.rule == "score" else "proposal"
-    return ExtractionSettings(
+    return ExtractionConfig(
         args.rule,
         selection,
         features_of,

@@ -34,8 +34,8 @@ from detector.errors import MissingFileError, UserError
 from detector.io import atomic_file, read_json, read_yaml
 from e2e_vl.cli.main import make_parser, print_errors
 from e2e_vl.cli.processes import run_command
-from e2e_vl.config import CONFIGS, find_config, load_config
-from e2e_vl.parts import Settings, decode
+from e2e_vl.config_files import CONFIGS, find_config, load_config
+from e2e_vl.registry import Config, decode
 from e2e_vl.terminal import STOP_SIGNALS, make_stopped_error
 
 PAPERS = CONFIGS / "reproduce"
@@ -44,7 +44,7 @@ NAME = re.compile(r"\{(\w+)\}")  # in a command
 SINGLE_PROCESS = ("import-features",)  # commands that are never launched with several processes
 
 
-class PublishedFile(Settings, frozen=True):
+class PublishedFile(Config, frozen=True):
     """A file or folder that is published, and where the chains expect it."""
 
     path: str  # relative to --data
@@ -52,13 +52,13 @@ class PublishedFile(Settings, frozen=True):
     address: str = ""  # without such a name: where the project publishes it
 
 
-class Step(Settings, frozen=True):
+class Step(Config, frozen=True):
     """A command of e2e-vl; {name} in it is the output of another step, a published file or a name of `Row.with`."""
 
     command: str
     needs: tuple[str, ...] = ()  # published files that the command reads without naming them
     instead: str | None = None  # published file with the same weights; if it exists, the step is not run
-    best: bool = False  # the model of this training is its best one (train.keep_best), not the last
+    best: bool = False  # the model of this training is its best one (train.metric_for_best_model), not the last
     samples: int | None = None  # of an epoch of training: images, each with its texts
     processes: int = 1  # GPUs of the official code
     boxes: int = 36  # of an image, and wordpieces of a text, for an estimate of memory and time
@@ -66,7 +66,7 @@ class Step(Settings, frozen=True):
     differs: str = ""  # from the paper
 
 
-class Number(Settings, frozen=True, array_like=True):
+class Number(Config, frozen=True, array_like=True):
     """A number of a row, as [published, step, metric]."""
 
     published: float | None  # None: not published
@@ -79,7 +79,7 @@ class Number(Settings, frozen=True, array_like=True):
         return "–" if self.published is None else str(self.published)
 
 
-class Row(Settings, frozen=True):
+class Row(Config, frozen=True):
     """A row of a table or figure."""
 
     title: str
@@ -88,7 +88,7 @@ class Row(Settings, frozen=True):
     differs: str = ""
 
 
-class Paper(Settings, frozen=True):
+class Paper(Config, frozen=True):
     """The rows of a paper, and the steps that lead to their numbers."""
 
     title: str

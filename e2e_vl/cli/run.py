@@ -8,7 +8,8 @@ from pathlib import Path
 
 from e2e_vl.cli.main import make_parser, parse_with_settings, print_errors
 from e2e_vl.cli.processes import add_process_options, run_in_processes
-from e2e_vl.config import BoxSource, check_batch_size, load_config, read_detector_config
+from e2e_vl.config import BoxSource, check_batch_size
+from e2e_vl.config_files import load_config, read_detector_config
 from e2e_vl.io import find_model_folder, refuse_to_overwrite
 
 TRAIN = """Train detector, encoder and task together.
@@ -96,7 +97,9 @@ def evaluate(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser.add_argument("--boxes", default="online", choices=[*map(str, BoxSource.for_evaluation())], help=boxes_help)
     iou_help = "IoU convention (default: the run's)"
     parser.add_argument("--iou", default=None, choices=("mattnet", "vlbert", "strict"), help=iou_help)
-    parser.add_argument("--loss", action="store_true", help="also compute the loss, which train.keep_best can use")
+    parser.add_argument(
+        "--loss", action="store_true", help="also compute the loss, which train.metric_for_best_model can use"
+    )
     parser.add_argument("--output", type=Path, help="file of predictions (default: in RUN/evaluations)")
     add_process_options(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as data.root=DIR")

@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 
 from e2e_vl.cli.main import print_errors
-from e2e_vl.parts import decode
+from e2e_vl.registry import decode
 from e2e_vl.synthetic.config import LanguageConfig, SceneConfig
 from e2e_vl.synthetic.generate import FORMATS, make_scenes
 

@@ -18,10 +18,10 @@ import numpy as np
 from typing_extensions import override
 
 from detector.errors import UserError, user_path
-from e2e_vl.config import BoxSource, DataSettings
+from e2e_vl.config import BoxSource, DataConfig
 from e2e_vl.data.tables import SerializedList, TextGroups
 from e2e_vl.io import Record, require_unique
-from e2e_vl.parts import check_name
+from e2e_vl.registry import check_name
 from e2e_vl.samples import ImageKey, Sample, SampleImage, SampleText
 
 
@@ -316,7 +316,7 @@ class DataFiles:
         file_keys: keys of the files that the data set reads.
     """
 
-    def __init__(self, settings: DataSettings, file_keys: Sequence[str]) -> None:
+    def __init__(self, settings: DataConfig, file_keys: Sequence[str]) -> None:
         for key in settings.files:
             check_name(key, file_keys, f"data.files of {settings.name}: the key")
         self.root = user_path(settings.root, "data.root")
@@ -344,7 +344,7 @@ def normalise_class_name(name: str) -> str:
     return "".join(letter for letter in name.casefold() if letter.isalnum()) or name
 
 
-def open_options(dataset: type[VLDataset], settings: DataSettings) -> tuple[DataFiles, Any]:
+def open_options(dataset: type[VLDataset], settings: DataConfig) -> tuple[DataFiles, Any]:
     return DataFiles(settings, dataset.file_keys), settings.config
 
 

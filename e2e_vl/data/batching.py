@@ -25,19 +25,13 @@ from detector.structures import DetectionTargets, ImageBatch, PrecomputedFeature
 from e2e_vl.data.base import VLDataset
 from e2e_vl.data.image_loader import ImageLoader
 from e2e_vl.data.tables import TextGroups, fingerprint
-from e2e_vl.examples import (
-    DetectionObjects,
-    Example,
-    GeneratorFactory,
-    ImageExample,
-    PhraseBatch,
-    Preprocessor,
-    Targets,
-    TextExample,
-)
+from e2e_vl.phrases import PhraseBatch
+from e2e_vl.preprocessing import EncodedSample, EncodedText, GeneratorFactory, Preprocessor
 from e2e_vl.samples import DETECTED, BrokenImageError, Sample
 from e2e_vl.structures import Batch, MaskingBatch, RegionLabels, TextBatch
+from e2e_vl.targets import Targets
 from e2e_vl.terminal import STOP_SIGNALS
+from e2e_vl.transforms import DetectionObjects, LoadedImage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +57,7 @@ class GroupedBatchSampler(Sampler[list[Request]]):
     With `shuffle` (training), the groups and the texts within each group are shuffled by (seed, epoch). Each rank takes
     a slice of every batch; the slices of all ranks together are the batch of a single process. The last batches are
     filled up from the start of the epoch, so that all batches have the same size, and an epoch has a multiple of
-    `accumulate` batches.
+    `gradient_accumulation_steps` batches.
 
     Without `shuffle` (evaluation), groups keep their order, nothing is repeated, and the last batch may be smaller.
     Whole batches are assigned to the ranks in turn, because the features of a box depend slightly on the padding, and
@@ -73,7 +67,7 @@ class GroupedBatchSampler(Sampler[list[Request]]):
         groups: text indices of each image (`dataset.groups`).
         images_per_batch: groups per batch; with `shuffle` over all processes, so a multiple of `world_size`.
         texts_per_image: maximum number of texts per request; None = all texts of the image.
-        accumulate: batches per optimiser step.
+        gradient_accumulation_steps: batches per optimiser step.
     """
 
     def __init__(
@@ -83,7 +77,7 @@ class GroupedBatchSampler(Sampler[list[Request]]):
         texts_per_image: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
-        accumulate: int = 1,
+        gradient_accumulation_steps: int = 1,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -94,7 +88,7 @@ class GroupedBatchSampler(Sampler[list[Request]]):
         self.texts_per_image = texts_per_image
         self.seed = seed
         self.shuffle = shuffle
-        self.accumulate = accumulate if shuffle else 1
+        self.gradient_accumulation_steps = gradient_accumulation_steps if shuffle else 1
         self.rank = rank
         self.world_size = world_size
         counts = np.diff(starts)
@@ -114,8 +108,8 @@ class GroupedBatchSampler(Sampler[list[Request]]):
 
     @property
     def batches_per_epoch(self) -> int:
-        per_step = self.images_per_batch * self.accumulate
-        return -(-self.num_groups // per_step) * self.accumulate
+        per_step = self.images_per_batch * self.gradient_accumulation_steps
+        return -(-self.num_groups // per_step) * self.gradient_accumulation_steps
 
     def __len__(self) -> int:
         """Number of batches this rank will yield, from `start_batch` to the end of the epoch."""
@@ -230,7 +224,7 @@ class BatchLoader:
     the message.)
 
     Args:
-        dataset: loads the `Example` of a `Request`.
+        dataset: loads the `EncodedSample` of a `Request`.
         workers: number of worker processes; 0 reads in the main process.
         keep_workers: keep the workers for the next epoch.
         unreadable: collects images that are missing or cannot be read; they are left out of the batch. None: they are
@@ -241,7 +235,7 @@ class BatchLoader:
         self,
         dataset: Dataset,
         sampler: GroupedBatchSampler,
-        collate: Callable[[list[Example]], Batch],
+        collate: Callable[[list[EncodedSample]], Batch],
         *,
         workers: int = 0,
         keep_workers: bool = False,
@@ -284,7 +278,7 @@ class _Batches(Dataset):
     """Loads whole batches, so that errors and unreadable images can be returned in place of a batch."""
 
     dataset: Dataset
-    collate: Callable[[list[Example]], Batch]
+    collate: Callable[[list[EncodedSample]], Batch]
     skip_unreadable: bool = False
 
     def __getitems__(self, requests: list[Request]) -> tuple[Any, list[Unreadable]] | Exception:
@@ -325,7 +319,7 @@ def _identity(loaded: Any) -> Any:
 
 
 def collate(
-    examples: Sequence[Example], *, pad_to: tuple[int, int] | None = None, canvas: Sequence[int] | None = None
+    examples: Sequence[EncodedSample], *, pad_to: tuple[int, int] | None = None, canvas: Sequence[int] | None = None
 ) -> Batch:
     """Pad images and texts, and compute the image index of each text.
 
@@ -376,7 +370,7 @@ def canvas_size(sizes: Sequence[tuple[int, int]], canvas: Sequence[int]) -> tupl
     return max(heights), max(widths)
 
 
-def pad_texts(texts: Sequence[TextExample]) -> TextBatch:
+def pad_texts(texts: Sequence[EncodedText]) -> TextBatch:
     """Pad M texts on the right ([PAD] is 0 in BERT's vocabularies). Returns `TextBatch`, with L = the length of the
     longest text (at least 1).
     """
@@ -398,7 +392,7 @@ def pad_texts(texts: Sequence[TextExample]) -> TextBatch:
     return TextBatch(input_ids, token_type_ids, attention_mask, summary, region_of_token)
 
 
-def _image_batch(images: Sequence[ImageExample], pad_to: tuple[int, int] | None) -> ImageBatch:
+def _image_batch(images: Sequence[LoadedImage], pad_to: tuple[int, int] | None) -> ImageBatch:
     """Pixels and image sizes; only the sizes if features are precomputed."""
     names, original_sizes = [image.name for image in images], [image.image_transform.original_size for image in images]
     features = _column(images, "features", "precomputed features")
@@ -414,7 +408,7 @@ def _image_batch(images: Sequence[ImageExample], pad_to: tuple[int, int] | None)
     )
 
 
-def _masking(images: Sequence[ImageExample], texts: Sequence[TextExample]) -> MaskingBatch | None:
+def _masking(images: Sequence[LoadedImage], texts: Sequence[EncodedText]) -> MaskingBatch | None:
     """Return what pre-training texts need for the masking of regions; None for other texts."""
     boxes_to_mask = _column(images, "boxes_to_mask", "boxes to mask")
     seeds = None
@@ -425,7 +419,7 @@ def _masking(images: Sequence[ImageExample], texts: Sequence[TextExample]) -> Ma
     return MaskingBatch(seeds=seeds, boxes_to_mask=boxes_to_mask)
 
 
-def _all_or_none(images: Sequence[ImageExample], field: str, what: str) -> bool:
+def _all_or_none(images: Sequence[LoadedImage], field: str, what: str) -> bool:
     has = [getattr(image, field) is not None for image in images]
     if any(has) and not all(has):
         raise UserError(
@@ -435,14 +429,14 @@ def _all_or_none(images: Sequence[ImageExample], field: str, what: str) -> bool:
     return has[0]
 
 
-def _column(images: Sequence[ImageExample], field: str, what: str) -> list[Tensor] | None:
+def _column(images: Sequence[LoadedImage], field: str, what: str) -> list[Tensor] | None:
     """One field of every image, as tensors; None if no image has it."""
     if not _all_or_none(images, field, what):
         return None
     return [torch.from_numpy(np.ascontiguousarray(getattr(image, field))) for image in images]
 
 
-def _image_index(examples: Sequence[Example]) -> Tensor:
+def _image_index(examples: Sequence[EncodedSample]) -> Tensor:
     """int64 [M, I]: turn image indices within each example into image indices within the batch."""
     slots = max((len(text.image_index) for example in examples for text in example.texts), default=0) or 1
     rows, first = [], 0
@@ -453,12 +447,12 @@ def _image_index(examples: Sequence[Example]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64)
 
 
-def _targets(texts: Sequence[TextExample]) -> Targets | None:
+def _targets(texts: Sequence[EncodedText]) -> Targets | None:
     [kind] = {type(text.targets) for text in texts}
     return None if kind is type(None) else kind.join([text.targets for text in texts])
 
 
-def _detection_targets(images: Sequence[ImageExample]) -> DetectionTargets | None:
+def _detection_targets(images: Sequence[LoadedImage]) -> DetectionTargets | None:
     if not _all_or_none(images, "objects", "annotated objects"):
         return None
     objects: list[DetectionObjects] = [image.objects for image in images]
@@ -484,7 +478,7 @@ _BROKEN_IN_A_ROW = 20  # unreadable images in a row after which a run stops
 
 
 @dataclasses.dataclass(eq=False)
-class ExampleDataset(Dataset):
+class EncodedDataset(Dataset):
     """Loads an image with some of its texts, for any data set.
 
     All texts of a request share the image, and so its flip and its size.
@@ -513,7 +507,7 @@ class ExampleDataset(Dataset):
         boxes = () if reader is None else reader.contents()
         return fingerprint(itertools.chain(self.dataset.contents(), boxes))
 
-    def __getitem__(self, request: Request) -> Example:
+    def __getitem__(self, request: Request) -> EncodedSample:
         """Load the request's image once, with all texts of the request."""
         group, texts = request.group, request.texts
         cause = None
@@ -541,7 +535,7 @@ class ExampleDataset(Dataset):
             texts = tuple(self.groups[group][: len(request.texts)])
         raise UserError(f"{_BROKEN_IN_A_ROW} images in a row cannot be read; check the paths. The last error: {cause}")
 
-    def _read_blank(self, request: Request, texts: tuple[int, ...]) -> Example | None:
+    def _read_blank(self, request: Request, texts: tuple[int, ...]) -> EncodedSample | None:
         """Return the texts with a blank image; None if images are not replaced so, or if the size is unknown."""
         if self.skip_broken != "blank":
             return None
@@ -550,7 +544,9 @@ class ExampleDataset(Dataset):
         except BrokenImageError:
             return None
 
-    def read(self, request: Request, texts: tuple[int, ...] | None = None, *, blank_if_broken: bool = False) -> Example:
+    def read(
+        self, request: Request, texts: tuple[int, ...] | None = None, *, blank_if_broken: bool = False
+    ) -> EncodedSample:
         """Load the request's image with all its texts, or with `texts`, using the request's random generator.
 
         Args:
@@ -566,14 +562,14 @@ class ExampleDataset(Dataset):
         texts = self.preprocess(sample, images, request.epoch)
         for text in texts:
             self.check_length(text)
-        return Example(images, texts)
+        return EncodedSample(images, texts)
 
-    def preprocess(self, sample: Sample, images: Sequence[ImageExample], epoch: int = 0) -> list[TextExample]:
+    def preprocess(self, sample: Sample, images: Sequence[LoadedImage], epoch: int = 0) -> list[EncodedText]:
         """Encode the texts of a sample in the way of an epoch; `images` are its loaded images."""
         make_generator: GeneratorFactory = functools.partial(random_generator, self.seed, epoch)
         return list(self.preprocessor(sample, images, make_generator))
 
-    def check_length(self, text: TextExample) -> None:
+    def check_length(self, text: EncodedText) -> None:
         """Raise a UserError that names the text if it is longer than `max_text_length`."""
         length = len(text.encoding.input_ids)
         if self.max_text_length is None or length <= self.max_text_length:

@@ -45,7 +45,7 @@ from e2e_vl.data.base import (
 )
 from e2e_vl.data.box_checks import require_pixels
 from e2e_vl.data.coco import CocoInstances, encoded_objects, open_instances
-from e2e_vl.data.config import CLASS_NAMES, CaptionOptions
+from e2e_vl.data.config import CLASS_NAMES, CaptionDatasetConfig
 from e2e_vl.data.tables import (
     Archives,
     SerializedList,
@@ -424,7 +424,7 @@ class CaptionDataset(VLDataset):
     annotation_files = ("instances", "metadata")
     box_sources = BoxSource.for_evaluation()
 
-    def __init__(self, files: DataFiles, options: CaptionOptions, split: str, needs: DataNeeds) -> None:
+    def __init__(self, files: DataFiles, options: CaptionDatasetConfig, split: str, needs: DataNeeds) -> None:
         split_values = _split_values(options, split)
         splits = [JoinedSplit(values["split"], self.files_by_image_id(files, needs, values)) for values in split_values]
         self.source = _source(files, options, split, needs.boxes, [joined.files for joined in splits])
@@ -455,7 +455,7 @@ class CaptionDataset(VLDataset):
 
     @classmethod
     @override
-    def texts_of(cls, files: DataFiles, options: CaptionOptions, split: str) -> Iterable[str]:
+    def texts_of(cls, files: DataFiles, options: CaptionDatasetConfig, split: str) -> Iterable[str]:
         """Yield all captions of a split and all lines of the corpus."""
         source = _source(files, options, split, BoxSource.ONLINE)
         yield from (source.caption(text) for text in range(len(source.groups.texts)))
@@ -534,7 +534,7 @@ class CaptionDataset(VLDataset):
         return Sample((image,), tuple(captions), pool=self, own_texts=self.groups[group], corpus=self.corpus)
 
 
-def _split_values(options: CaptionOptions, split: str) -> list[dict[str, str]]:
+def _split_values(options: CaptionDatasetConfig, split: str) -> list[dict[str, str]]:
     """Return the placeholder values of each joined split."""
     if options.source != "coco":
         return [{"split": split}]
@@ -543,7 +543,7 @@ def _split_values(options: CaptionOptions, split: str) -> list[dict[str, str]]:
 
 def _source(
     files: DataFiles,
-    options: CaptionOptions,
+    options: CaptionDatasetConfig,
     split: str,
     boxes: BoxSource,
     sources: Sequence[Hashable] | None = None,
@@ -569,7 +569,7 @@ def _source(
     )
 
 
-def _corpus(files: DataFiles, options: CaptionOptions, split: str) -> ConcatDataset | None:
+def _corpus(files: DataFiles, options: CaptionDatasetConfig, split: str) -> ConcatDataset | None:
     """Open the lines of the text files; the settings join the file names by "+" (as in the official code)."""
     if "corpus" not in files or not options.use_corpus:
         return None
@@ -577,7 +577,7 @@ def _corpus(files: DataFiles, options: CaptionOptions, split: str) -> ConcatData
     return ConcatDataset([TextLines(files.root / name, _index_folder(files, options)) for name in names])
 
 
-def _index_folder(files: DataFiles, options: CaptionOptions) -> Path:
+def _index_folder(files: DataFiles, options: CaptionDatasetConfig) -> Path:
     """Return the folder for the indices of large files."""
     if options.cache is None:
         return files.root / "index"

@@ -19,7 +19,7 @@ from detector.io import read_json
 from e2e_vl.config import BoxSource
 from e2e_vl.data.base import DataFiles, DataNeeds, VLDataset
 from e2e_vl.data.box_checks import check_file_boxes, has_part_inside
-from e2e_vl.data.config import NoOptions
+from e2e_vl.data.config import NoDatasetConfig
 from e2e_vl.data.tables import RowIndex, SerializedList
 from e2e_vl.io import FourNumbers, Id, Name, Record, Side, Words, require_unique
 from e2e_vl.predictions import TrueObject
@@ -281,7 +281,7 @@ class CocoDetectionDataset(VLDataset):
     file_keys = ("images", "instances")
     box_sources = (BoxSource.ONLINE,)  # the detector's boxes are evaluated
 
-    def __init__(self, files: DataFiles, options: NoOptions, split: str, needs: DataNeeds) -> None:
+    def __init__(self, files: DataFiles, options: NoDatasetConfig, split: str, needs: DataNeeds) -> None:
         self.instances = CocoInstances(files.path("instances", split=split))
         self.folder = files.path("images", split=split)
         needs_objects = needs.training and not files.settings.keep_empty_images
@@ -303,7 +303,7 @@ class CocoDetectionDataset(VLDataset):
 
     @classmethod
     @override
-    def texts_of(cls, files: DataFiles, options: NoOptions, split: str) -> Iterable[str]:
+    def texts_of(cls, files: DataFiles, options: NoDatasetConfig, split: str) -> Iterable[str]:
         """Return the category names, since images have no texts to build a vocabulary from."""
         return CocoInstances(files.path("instances", split=split)).class_names
 

@@ -30,11 +30,11 @@ from e2e_vl.data.base import (
     open_options,
     require_distinct_ids,
 )
-from e2e_vl.data.config import JoinedOptions, PartSettings
+from e2e_vl.data.config import JoinedDatasetConfig, JoinedMemberConfig
 from e2e_vl.data.image_loader import BoxReader, open_boxes_of
 from e2e_vl.data.tables import TextGroups
 from e2e_vl.io import read_text, require_unique
-from e2e_vl.parts import DATASETS
+from e2e_vl.registry import DATASETS
 from e2e_vl.samples import ImageKey, Sample, SampleImage, SampleText, TextPool
 
 
@@ -66,7 +66,7 @@ class JoinedDataset(VLDataset):
     split_values = ()  # samples contain their boxes
     mixes_objects = True
 
-    def __init__(self, files: DataFiles, options: JoinedOptions, split: str, needs: DataNeeds) -> None:
+    def __init__(self, files: DataFiles, options: JoinedDatasetConfig, split: str, needs: DataNeeds) -> None:
         self.members: list[JoinedPart] = []
         self.starts = [0]
         self._groups_of_image: dict[tuple[str, str], list[int]] = {}  # for images that several parts may have
@@ -117,12 +117,12 @@ class JoinedDataset(VLDataset):
 
     @classmethod
     def _parts_of(
-        cls, files: DataFiles, options: JoinedOptions, split: str
-    ) -> Iterator[tuple[str, PartSettings, DataFiles, Any]]:
+        cls, files: DataFiles, options: JoinedDatasetConfig, split: str
+    ) -> Iterator[tuple[str, JoinedMemberConfig, DataFiles, Any]]:
         """Yield name, settings, files and options of each part of a split."""
-        parts = {name: part for name, part in options.parts.items() if split in part.splits}
+        parts = {name: part for name, part in options.datasets.items() if split in part.splits}
         if not parts:
-            raise UserError(f"No part in data.config.parts has the split {split}; add it to the `splits` of a part")
+            raise UserError(f"No part in data.config.datasets has the split {split}; add it to the `splits` of a part")
         for name, part in parts.items():
             kind = DATASETS[part.name].cls
             shared_files = {key: file for key, file in files.settings.files.items() if key in kind.file_keys}
@@ -134,14 +134,14 @@ class JoinedDataset(VLDataset):
 
     @classmethod
     @override
-    def texts_of(cls, files: DataFiles, options: JoinedOptions, split: str) -> Iterable[str]:
+    def texts_of(cls, files: DataFiles, options: JoinedDatasetConfig, split: str) -> Iterable[str]:
         """Yield all texts of all parts, including those about images that are left out."""
         for _, part, part_files, part_options in cls._parts_of(files, options, split):
             yield from DATASETS[part.name].cls.texts_of(part_files, part_options, part.splits[split])
 
     @classmethod
     @override
-    def class_names_of(cls, options: JoinedOptions) -> Sequence[str] | None:
+    def class_names_of(cls, options: JoinedDatasetConfig) -> Sequence[str] | None:
         """Return the classes of the first part whose texts refer to boxes by class."""
         for kind, part_options in cls._kinds_of(options):
             names = kind.class_names_of(part_options)
@@ -151,12 +151,12 @@ class JoinedDataset(VLDataset):
 
     @classmethod
     @override
-    def accepts_answer(cls, options: JoinedOptions) -> bool:
+    def accepts_answer(cls, options: JoinedDatasetConfig) -> bool:
         return any(kind.accepts_answer(part_options) for kind, part_options in cls._kinds_of(options))
 
     @classmethod
     @override
-    def select_candidates(cls, sample: Sample, options: JoinedOptions) -> Sample:
+    def select_candidates(cls, sample: Sample, options: JoinedDatasetConfig) -> Sample:
         """Keep the candidates that the first part whose texts refer to boxes by class would keep."""
         for kind, part_options in cls._kinds_of(options):
             if kind.class_names_of(part_options):
@@ -164,8 +164,8 @@ class JoinedDataset(VLDataset):
         return sample
 
     @classmethod
-    def _kinds_of(cls, options: JoinedOptions) -> Iterator[tuple[type[VLDataset], Any]]:
-        for part in options.parts.values():
+    def _kinds_of(cls, options: JoinedDatasetConfig) -> Iterator[tuple[type[VLDataset], Any]]:
+        for part in options.datasets.values():
             yield DATASETS[part.name].cls, part.config
 
     def __len__(self) -> int:
@@ -254,7 +254,7 @@ class JoinedDataset(VLDataset):
 
 
 def _locate(
-    part: PartSettings, dataset: VLDataset, images: Sequence[ImageKey], *, first_split: int
+    part: JoinedMemberConfig, dataset: VLDataset, images: Sequence[ImageKey], *, first_split: int
 ) -> Iterator[tuple[ImageKey, str]]:
     """Yield the images of a part with their locations; parts of one image set share images wherever they lie.
 
@@ -271,7 +271,7 @@ def _locate(
 
 
 def _select_groups(
-    name: str, part: PartSettings, dataset: VLDataset, root: Path
+    name: str, part: JoinedMemberConfig, dataset: VLDataset, root: Path
 ) -> tuple[Sequence[Sequence[int]], list[ImageKey]]:
     """Return the groups that `only_images` and `without_images` select, and their images (empty if unknown)."""
     images = list(dataset.image_keys())
@@ -280,7 +280,9 @@ def _select_groups(
     if part.only_images is None and part.without_images is None:
         return dataset.groups, images
     image_ids = [key.id for key in images]
-    require_unique(image_ids, f"data.config.parts.{name}: only_images and without_images need one image per id; image")
+    require_unique(
+        image_ids, f"data.config.datasets.{name}: only_images and without_images need one image per id; image"
+    )
     selected_ids = set(image_ids)
     if part.only_images is not None:
         selected_ids &= set(read_text(root / part.only_images).split())
@@ -289,7 +291,7 @@ def _select_groups(
     rows = [row for row, image_id in enumerate(image_ids) if image_id in selected_ids]
     if not rows:
         raise UserError(
-            f"data.config.parts.{name}: no image is left by only_images and without_images; they list ids such as "
+            f"data.config.datasets.{name}: no image is left by only_images and without_images; they list ids such as "
             f"{', '.join(image_ids[:1]) or 'those of a data set that lists its images'}"
         )
     return [dataset.groups[row] for row in rows], [images[row] for row in rows]

@@ -10,17 +10,17 @@ from msgspec import Meta
 from detector.config import Fraction, PositiveInt
 from detector.errors import UserError
 from detector.zoo import CLASS_LISTS
-from e2e_vl.parts import DATASETS, Settings, set_part_config
+from e2e_vl.registry import DATASETS, Config, decode_config
 
 # a file name with the image id (a string) as a placeholder: "{id}.jpg", or "{id:0>12}.jpg" with leading zeros
 ImageName = Annotated[str, Meta(pattern=r"\{id(:[^{}d]*)?\}")]
 
 
-class NoOptions(Settings, frozen=True):
+class NoDatasetConfig(Config, frozen=True):
     """`data.config` of a data set without options."""
 
 
-class ImageNames(Settings, frozen=True):
+class ImageNamesConfig(Config, frozen=True):
     """Image file names."""
 
     image_name: ImageName = "{id}.jpg"
@@ -30,7 +30,7 @@ class ImageNames(Settings, frozen=True):
         return folder / self.image_name.format(id=image_id, **values)
 
 
-class VQAOptions(ImageNames, frozen=True):
+class VQADatasetConfig(ImageNamesConfig, frozen=True):
     """VQA v2; {images} in a file name is the COCO image set, such as train2014."""
 
     image_name: ImageName = "COCO_{images}_{id:0>12}.jpg"
@@ -39,21 +39,21 @@ class VQAOptions(ImageNames, frozen=True):
     repeat_answers: bool = False
 
 
-class GQAOptions(ImageNames, frozen=True):
+class GQADatasetConfig(ImageNamesConfig, frozen=True):
     """GQA."""
 
     # in evaluation, read the boxes of the objects in a question and its answer from `data.files.scene_graphs`
     grounding: bool = False
 
 
-class NLVR2Options(Settings, frozen=True):
+class NLVR2DatasetConfig(Config, frozen=True):
     """NLVR2."""
 
     suffix: str = ".png"  # of the image files; many files in the release are actually JPEG
     use_folders: bool = True  # training images are in subfolders named by `directory`; False: all in one folder
 
 
-class Flickr30KOptions(ImageNames, frozen=True):
+class Flickr30KDatasetConfig(ImageNamesConfig, frozen=True):
     """Flickr30K Entities."""
 
     # "as_written": coordinates as in the files, which count pixels from 1 (BAN, VisualBERT). "zero_based": 1 is
@@ -65,7 +65,7 @@ class Flickr30KOptions(ImageNames, frozen=True):
 CLASS_NAMES = tuple(name.replace(" ", "") for name in (CLASS_LISTS / "coco.txt").read_text("utf-8").splitlines())
 
 
-class VCROptions(Settings, frozen=True):
+class VCRDatasetConfig(Config, frozen=True):
     """VCR. The defaults are those of the official VL-BERT code."""
 
     # "answer" (Q->A) or "rationale" (QA->R). For pre-training: "both" uses each question twice, for its answer and for
@@ -92,7 +92,7 @@ class VCROptions(Settings, frozen=True):
             )
 
 
-class CaptionOptions(Settings, frozen=True):
+class CaptionDatasetConfig(Config, frozen=True):
     """Captions."""
 
     # format: COCO, img2dataset's shards, or VL-BERT's official code ("json_lines")
@@ -103,7 +103,7 @@ class CaptionOptions(Settings, frozen=True):
     min_object_score: Fraction = 0.7  # only objects of `data.files.metadata` with a higher score (official VisualBERT)
 
 
-class GenomeOptions(Settings, frozen=True):
+class VisualGenomeDatasetConfig(Config, frozen=True):
     """Visual Genome."""
 
     texts: Literal["regions", "questions"] = "regions"
@@ -115,7 +115,7 @@ class GenomeOptions(Settings, frozen=True):
 # The files of the official LXMERT code
 
 
-class ImageSets(ImageNames, frozen=True):
+class ImageSetsConfig(ImageNamesConfig, frozen=True):
     """Files with several image sets."""
 
     # split -> value of {images} in `data.files`, such as {mscoco_train: train2014}; default: the name of the split
@@ -132,13 +132,13 @@ class ImageSets(ImageNames, frozen=True):
         return {"split": split, "images": self.image_sets.get(split, split)}
 
 
-class SentenceOptions(ImageSets, frozen=True):
+class ImageSentenceDatasetConfig(ImageSetsConfig, frozen=True):
     """Sentences about images, from several sources."""
 
     sources: list[str] | None = None  # keep only sentences from these sources; None: all
 
 
-class ListedPairOptions(ImageSets, frozen=True):
+class ListedPairDatasetConfig(ImageSetsConfig, frozen=True):
     """NLVR2 in LXMERT's files."""
 
     image_name: ImageName = "{id}.png"
@@ -147,7 +147,7 @@ class ListedPairOptions(ImageSets, frozen=True):
 # Several data sets joined into one
 
 
-class PartSettings(Settings, frozen=True):
+class JoinedMemberConfig(Config, frozen=True):
     """One of the joined data sets; the fields are the same as in `data`."""
 
     name: str
@@ -162,10 +162,10 @@ class PartSettings(Settings, frozen=True):
     without_images: str | None = None
 
     def __post_init__(self) -> None:
-        set_part_config(self, DATASETS, self.name)
+        decode_config(self, DATASETS, self.name)
 
 
-class JoinedOptions(Settings, frozen=True):
+class JoinedDatasetConfig(Config, frozen=True):
     """Several data sets."""
 
-    parts: dict[str, PartSettings] = {}  # the names are used in messages
+    datasets: dict[str, JoinedMemberConfig] = {}  # the names are used in messages

@@ -26,7 +26,7 @@ import numpy as np
 from detector.errors import UserError
 from e2e_vl.data.base import DataFiles, DataNeeds, JoinedSplit, RecordDataset, TextRecord, split_names
 from e2e_vl.data.coco import CocoInstances, encoded_objects, open_instances
-from e2e_vl.data.config import Flickr30KOptions
+from e2e_vl.data.config import Flickr30KDatasetConfig
 from e2e_vl.data.tables import SerializedDict, SkippedRecords
 from e2e_vl.io import Record, read_text
 from e2e_vl.samples import AnnotatedObjects, EntityPhrases, PhraseBoxes, SampleImage, SampleText
@@ -139,7 +139,7 @@ class Flickr30KDataset(RecordDataset):
     has_phrases = True
     is_pool = True
 
-    def __init__(self, files: DataFiles, options: Flickr30KOptions, split: str, needs: DataNeeds) -> None:
+    def __init__(self, files: DataFiles, options: Flickr30KDatasetConfig, split: str, needs: DataNeeds) -> None:
         self.options = options
         self.split_values = [{"split": name} for name in split_names(split)]
         self.folder = files.path("images")
@@ -173,7 +173,7 @@ class Flickr30KDataset(RecordDataset):
             self.class_names = self.instances[0].class_names
 
     @classmethod
-    def texts_of(cls, files: DataFiles, options: Flickr30KOptions, split: str) -> Iterable[str]:
+    def texts_of(cls, files: DataFiles, options: Flickr30KDatasetConfig, split: str) -> Iterable[str]:
         return (caption.words for caption in _captions(files, split))
 
     def truths(self) -> Iterable[PhraseBoxes]:

@@ -28,7 +28,7 @@ from detector.errors import MissingFileError, UserError, user_path
 from e2e_vl.data.base import DataFiles, DataNeeds, JoinedSplit, RecordDataset, TextRecord, split_names
 from e2e_vl.data.box_checks import has_part_inside, require_pixels
 from e2e_vl.data.coco import CocoInstances, encoded_objects, open_instances
-from e2e_vl.data.config import GQAOptions
+from e2e_vl.data.config import GQADatasetConfig
 from e2e_vl.data.tables import SerializedDict, SerializedList, SkippedRecords, stream_dict
 from e2e_vl.io import Pixel, Record, Side, Words, files_in
 from e2e_vl.samples import AnnotatedObjects, SampleImage, SampleText, StructuredAnswer
@@ -201,7 +201,7 @@ class GQADataset(RecordDataset):
     annotation_files = ("instances", "scene_graphs")
     id_namespace = "vg"
 
-    def __init__(self, files: DataFiles, options: GQAOptions, split: str, needs: DataNeeds) -> None:
+    def __init__(self, files: DataFiles, options: GQADatasetConfig, split: str, needs: DataNeeds) -> None:
         self.options = options
         self.folder = files.path("images")
         self.split_values = [{"split": name, "part": name.partition("_")[0]} for name in split_names(split)]
@@ -265,14 +265,14 @@ class GQADataset(RecordDataset):
         return paths
 
     @classmethod
-    def texts_of(cls, files: DataFiles, options: GQAOptions, split: str) -> Iterable[str]:
+    def texts_of(cls, files: DataFiles, options: GQADatasetConfig, split: str) -> Iterable[str]:
         for question in read_questions(_question_files(files, split)):
             yield question.words
             if question.answer is not None:
                 yield question.answer
 
     @classmethod
-    def answers_of(cls, files: DataFiles, options: GQAOptions, split: str) -> dict[Any, str]:
+    def answers_of(cls, files: DataFiles, options: GQADatasetConfig, split: str) -> dict[Any, str]:
         """The answers to the balanced questions: the 1,842 answers come from train_balanced+val_balanced."""
         questions = read_questions(_question_files(files, split))
         return {question.id: question.answer for question in questions if question.has_score}

@@ -23,12 +23,11 @@ from detector.config import SelectionRule
 from detector.errors import UserError
 from detector.images import ResizeRule, load_resized
 from detector.io import read_json
-from e2e_vl.config import BoxSource, DataSettings
+from e2e_vl.config import BoxSource, DataConfig
 from e2e_vl.data.base import VLDataset, open_options
 from e2e_vl.data.box_checks import require_pixels, warn_of_boxes_outside
 from e2e_vl.data.features import FeatureStore, open_features
 from e2e_vl.data.tables import SkippedRecords
-from e2e_vl.examples import DetectionObjects, ImageExample, ImageTransform
 from e2e_vl.io import FourNumbers, Id, Record, Score, box_corners
 from e2e_vl.samples import (
     DETECTED,
@@ -39,6 +38,7 @@ from e2e_vl.samples import (
     ImageKey,
     SampleImage,
 )
+from e2e_vl.transforms import DetectionObjects, ImageTransform, LoadedImage
 
 logger = logging.getLogger(__name__)
 
@@ -250,7 +250,7 @@ def open_boxes(
     return DetectedBoxes(files, selection)
 
 
-def open_boxes_of(dataset: VLDataset, settings: DataSettings, boxes: BoxSource) -> BoxReader | None:
+def open_boxes_of(dataset: VLDataset, settings: DataConfig, boxes: BoxSource) -> BoxReader | None:
     """Open the box or feature files of a split; None if the source reads no file or the samples contain the boxes."""
     key = next((key for key in boxes.needs if key != "instances"), None)
     if key is None or not dataset.split_values:
@@ -416,7 +416,7 @@ class ImageLoader:
         number = int(generator.integers(len(self.rules.resize)))
         return Augmentation(flip, self.rules.resize[number])
 
-    def load(self, image: SampleImage, augmentation: Augmentation, *, blank_if_broken: bool = False) -> ImageExample:
+    def load(self, image: SampleImage, augmentation: Augmentation, *, blank_if_broken: bool = False) -> LoadedImage:
         """Load the pixels (or saved features) of an image, with its candidate boxes.
 
         Args:
@@ -437,7 +437,7 @@ class ImageLoader:
             return example.without_boxes()
         return example
 
-    def load_without_pixels(self, image: SampleImage, size: tuple[int, int] | None) -> ImageExample:
+    def load_without_pixels(self, image: SampleImage, size: tuple[int, int] | None) -> LoadedImage:
         """Return what `load` returns, with the same checks, but do not open the image: its pixels are all 0.
 
         Args:
@@ -455,7 +455,7 @@ class ImageLoader:
         self._check_size(image, name, size, annotated_size)
         image_transform = ImageTransform(tuple(size), augmentation.resize.target_size(*size))
         pixels = np.broadcast_to(np.uint8(0), (*image_transform.size, 3))  # has a shape but takes no memory
-        return self._add_annotations(ImageExample(pixels, image_transform, name), image, candidates)
+        return self._add_annotations(LoadedImage(pixels, image_transform, name), image, candidates)
 
     def _candidates(self, image: SampleImage) -> CandidateBoxes | None:
         """Return the candidate boxes of the sample or of a file, checked against the annotations, or None."""
@@ -472,7 +472,7 @@ class ImageLoader:
         augmentation: Augmentation,
         *,
         blank_if_broken: bool = False,
-    ) -> ImageExample:
+    ) -> LoadedImage:
         """Load the pixels of an image; arguments as in `load`."""
         rules = self.rules
         annotated_size = self._annotated_size(image, candidates)
@@ -500,11 +500,11 @@ class ImageLoader:
         image_transform = ImageTransform(size, pixels.shape[:2], augmentation.flip)
         if is_blank:
             pixels = np.broadcast_to(np.array(MEAN_COLOUR[rules.channel_order], dtype=np.uint8), pixels.shape)
-        return self._add_annotations(ImageExample(pixels, image_transform, name), image, candidates)
+        return self._add_annotations(LoadedImage(pixels, image_transform, name), image, candidates)
 
     def _add_annotations(
-        self, example: ImageExample, image: SampleImage, candidates: CandidateBoxes | None
-    ) -> ImageExample:
+        self, example: LoadedImage, image: SampleImage, candidates: CandidateBoxes | None
+    ) -> LoadedImage:
         """Add candidate boxes, boxes to mask and annotated objects, as far as they are needed; return the example."""
         image_transform = example.image_transform
         self._add_candidates(example, image, candidates)
@@ -556,7 +556,7 @@ class ImageLoader:
                 f"{image.size[1]} x {image.size[0]} in its annotations; {remedy}"
             )
 
-    def _precomputed(self, image: SampleImage, candidates: CandidateBoxes, augmentation: Augmentation) -> ImageExample:
+    def _precomputed(self, image: SampleImage, candidates: CandidateBoxes, augmentation: Augmentation) -> LoadedImage:
         """Make an example of boxes and features from a file, with the sizes of the image but without its pixels."""
         size = candidates.image_size
         image_transform = ImageTransform(size, augmentation.resize.target_size(*size), augmentation.flip)
@@ -570,7 +570,7 @@ class ImageLoader:
             features = np.zeros_like(features)
             if image_feature is not None:
                 image_feature = np.zeros_like(image_feature)
-        return ImageExample(
+        return LoadedImage(
             pixels=np.broadcast_to(np.uint8(0), (*image_transform.size, 3)),  # has a shape but takes no memory
             image_transform=image_transform,
             name=str(image.file) if isinstance(image.file, Path) else candidates.origin,
@@ -581,7 +581,7 @@ class ImageLoader:
             **candidates.found,
         )
 
-    def _add_candidates(self, example: ImageExample, image: SampleImage, candidates: CandidateBoxes | None) -> None:
+    def _add_candidates(self, example: LoadedImage, image: SampleImage, candidates: CandidateBoxes | None) -> None:
         """Add boxes from a file or the sample, and annotated boxes, depending on the source; boxes are clamped."""
         parts = []
         if candidates is not None:
@@ -597,7 +597,7 @@ class ImageLoader:
                 setattr(example, name, values)
 
     def _add_annotated(
-        self, example: ImageExample, image: SampleImage, rows: Sequence[int], *, are_only_boxes: bool
+        self, example: LoadedImage, image: SampleImage, rows: Sequence[int], *, are_only_boxes: bool
     ) -> np.ndarray:
         """Return annotated objects as candidate boxes; add their ids, classes and masks if there are no other boxes."""
         objects = image.objects

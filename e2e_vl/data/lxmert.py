@@ -20,7 +20,7 @@ from msgspec import field
 from detector.errors import UserError
 from e2e_vl.config import BoxSource
 from e2e_vl.data.base import DataFiles, DataNeeds, JoinedSplit, RecordDataset, TextRecord, split_names
-from e2e_vl.data.config import ImageSets, SentenceOptions
+from e2e_vl.data.config import ImageSentenceDatasetConfig, ImageSetsConfig
 from e2e_vl.data.features import open_features
 from e2e_vl.data.overlap import aliases_of_id
 from e2e_vl.data.tables import stream_list
@@ -109,7 +109,7 @@ class LXMERTDataset(RecordDataset):
     needs_labels: ClassVar[bool] = True  # of every text, in training
     box_sources = (BoxSource.ONLINE, BoxSource.DETECTIONS, BoxSource.PRECOMPUTED)
 
-    def __init__(self, files: DataFiles, options: ImageSets, split: str, needs: DataNeeds) -> None:
+    def __init__(self, files: DataFiles, options: ImageSetsConfig, split: str, needs: DataNeeds) -> None:
         self.options = options
         self.split_values = [options.values(name) for name in split_names(split)]
         self.folders: list[Path] = []  # image folder of each split; empty if no images are read
@@ -128,15 +128,15 @@ class LXMERTDataset(RecordDataset):
         self.set_texts(texts, f"the splits {split}: text", splits, need_labels=needs.training and self.needs_labels)
 
     @classmethod
-    def read(cls, path: Path, options: ImageSets) -> list[Any]:
+    def read(cls, path: Path, options: ImageSetsConfig) -> list[Any]:
         return list(stream_list(path, cls.record))
 
     @classmethod
-    def texts_of(cls, files: DataFiles, options: ImageSets, split: str) -> Iterable[str]:
+    def texts_of(cls, files: DataFiles, options: ImageSetsConfig, split: str) -> Iterable[str]:
         return [text.words for text in cls._read_splits(files, options, split)]
 
     @classmethod
-    def _read_splits(cls, files: DataFiles, options: ImageSets, split: str) -> Iterable[Any]:
+    def _read_splits(cls, files: DataFiles, options: ImageSetsConfig, split: str) -> Iterable[Any]:
         for name in split_names(split):
             yield from cls.read(files.path(cls.key, **options.values(name)), options)
 
@@ -155,7 +155,7 @@ class ImageSentenceDataset(LXMERTDataset):
     is_pool = True
 
     @classmethod
-    def read(cls, path: Path, options: SentenceOptions) -> list[SourcedSentence]:
+    def read(cls, path: Path, options: ImageSentenceDatasetConfig) -> list[SourcedSentence]:
         """The sentences about each image, with sources in file order."""
         found = []
         for row in stream_list(path, _SentencesRow):
@@ -180,11 +180,11 @@ class ScoredQuestionDataset(LXMERTDataset):
     record = ScoredQuestion
 
     @classmethod
-    def texts_of(cls, files: DataFiles, options: ImageSets, split: str) -> Iterable[str]:
+    def texts_of(cls, files: DataFiles, options: ImageSetsConfig, split: str) -> Iterable[str]:
         return [*super().texts_of(files, options, split), *cls.answers_of(files, options, split).values()]
 
     @classmethod
-    def answers_of(cls, files: DataFiles, options: ImageSets, split: str) -> dict[Any, str]:
+    def answers_of(cls, files: DataFiles, options: ImageSetsConfig, split: str) -> dict[Any, str]:
         questions = cls._read_splits(files, options, split)
         return {one.id: max(one.label, key=one.label.get) for one in questions if one.label}
 
@@ -198,7 +198,7 @@ class ListedPairDataset(LXMERTDataset):
 
 
 def _kept(
-    texts: list[Any], options: ImageSets, files: DataFiles, values: dict[str, str], needs: DataNeeds
+    texts: list[Any], options: ImageSetsConfig, files: DataFiles, values: dict[str, str], needs: DataNeeds
 ) -> list[Any]:
     """The texts of a split that `skip_missing_images` and `first_rows` keep."""
     split, rows = values["split"], options.first_rows.get(values["split"])

@@ -20,7 +20,7 @@ from msgspec import Meta, field
 from detector.errors import UserError
 from e2e_vl.data.base import DataFiles, DataNeeds, JoinedSplit, RecordDataset, TextRecord, split_names
 from e2e_vl.data.coco import CocoInstances, open_instances
-from e2e_vl.data.config import NLVR2Options
+from e2e_vl.data.config import NLVR2DatasetConfig
 from e2e_vl.data.tables import SkippedRecords, drop_repeats, stream_lines
 from e2e_vl.io import Id, Words
 from e2e_vl.samples import CorrectChoice, SampleImage
@@ -71,7 +71,7 @@ class NLVR2Dataset(RecordDataset):
     file_keys = ("images", "examples", "instances", "detections", "features")
     id_namespace = "nlvr2"
 
-    def __init__(self, files: DataFiles, options: NLVR2Options, split: str, needs: DataNeeds) -> None:
+    def __init__(self, files: DataFiles, options: NLVR2DatasetConfig, split: str, needs: DataNeeds) -> None:
         self.options = options
         self.folders: list[Path] = []  # of images, for each split
         self.split_values: list[dict[str, str]] = []
@@ -97,7 +97,7 @@ class NLVR2Dataset(RecordDataset):
                     raise UserError(f"{path}: no image is named {name}; use the instances file of these pairs")
 
     @classmethod
-    def texts_of(cls, files: DataFiles, options: NLVR2Options, split: str) -> Iterable[str]:
+    def texts_of(cls, files: DataFiles, options: NLVR2DatasetConfig, split: str) -> Iterable[str]:
         paths = [files.path("examples", split=name) for name in split_names(split)]
         return [example.words for path in paths for example in read_examples(path)]
 

@@ -23,7 +23,7 @@ from detector.errors import UserError, user_path
 from detector.io import convert, read_json, read_pickle
 from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, TextRecord
 from e2e_vl.data.coco import CocoInstances, CocoObject
-from e2e_vl.data.config import NoOptions
+from e2e_vl.data.config import NoDatasetConfig
 from e2e_vl.data.flickr30k import AnnotatedImage, EntitySentence, read_annotation, read_sentences
 from e2e_vl.data.tables import SkippedRecords, drop_repeats
 from e2e_vl.io import FourNumbers, Id, Record
@@ -181,7 +181,7 @@ class RefCOCODataset(RecordDataset):
     file_keys = ("images", "instances", "refs", "phrases", "phrase_boxes", "detections", "features")
     has_phrases = True
 
-    def __init__(self, files: DataFiles, options: NoOptions, split: str, needs: DataNeeds) -> None:
+    def __init__(self, files: DataFiles, options: NoDatasetConfig, split: str, needs: DataNeeds) -> None:
         self.folder = files.path("images")
         self.instances = CocoInstances(files.path("instances"))
         every = read_expressions(path := files.path("refs"), self.instances)
@@ -198,7 +198,7 @@ class RefCOCODataset(RecordDataset):
         self.class_names = self.instances.class_names
 
     @classmethod
-    def texts_of(cls, files: DataFiles, options: NoOptions, split: str) -> Iterable[str]:
+    def texts_of(cls, files: DataFiles, options: NoDatasetConfig, split: str) -> Iterable[str]:
         """All expressions of a split."""
         refs = [ref for ref in read_refs(files.path("refs")) if split_contains(split, ref.split)]
         return [sentence.sent for ref in refs for sentence in ref.expressions]

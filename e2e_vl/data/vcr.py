@@ -20,7 +20,7 @@ from detector.io import read_json
 from e2e_vl.config import BoxSource
 from e2e_vl.data.base import DataFiles, DataNeeds, VLDataset
 from e2e_vl.data.box_checks import require_pixels
-from e2e_vl.data.config import CLASS_NAMES, VCROptions
+from e2e_vl.data.config import CLASS_NAMES, VCRDatasetConfig
 from e2e_vl.data.tables import SerializedList, SkippedRecords, TextGroups, drop_repeats, stream_lines
 from e2e_vl.io import Count, Name, Pixel, Record, Side, require_unique
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, CorrectChoice, Sample, SampleImage, Sentence
@@ -164,7 +164,7 @@ def read_detected_objects(path: Path, min_score: float) -> tuple[tuple[int, int]
 
 
 class VCRDataset(VLDataset):
-    """Questions of one split, grouped by image; see `VCROptions`.
+    """Questions of one split, grouped by image; see `VCRDatasetConfig`.
 
     Attributes:
         questions: in file order. Text index i is question i; with `condition_on` "each" it is question i // 4, given
@@ -177,7 +177,7 @@ class VCRDataset(VLDataset):
     id_namespace = "vcr"
     box_sources = (BoxSource.GT,)  # the sentences refer to the annotated boxes
 
-    def __init__(self, files: DataFiles, options: VCROptions, split: str, needs: DataNeeds) -> None:
+    def __init__(self, files: DataFiles, options: VCRDatasetConfig, split: str, needs: DataNeeds) -> None:
         self.folder = files.path("images", split=split)
         self.path = files.path("questions", split=split)
         self.questions = read_questions(self.path)
@@ -219,22 +219,22 @@ class VCRDataset(VLDataset):
         return self.options.question == "answer"
 
     @classmethod
-    def texts_of(cls, files: DataFiles, options: VCROptions, split: str) -> Iterable[str]:
+    def texts_of(cls, files: DataFiles, options: VCRDatasetConfig, split: str) -> Iterable[str]:
         """All sentences of a split, with objects replaced by their class names."""
         for one in read_questions(files.path("questions", split=split)):
             for sentence in one.sentences:
                 yield " ".join(t if isinstance(t, str) else " ".join(one.objects[o] for o in t) for t in sentence)
 
     @classmethod
-    def class_names_of(cls, options: VCROptions) -> Sequence[str]:
+    def class_names_of(cls, options: VCRDatasetConfig) -> Sequence[str]:
         return options.class_names
 
     @classmethod
-    def accepts_answer(cls, options: VCROptions) -> bool:
+    def accepts_answer(cls, options: VCRDatasetConfig) -> bool:
         return options.question == "rationale"
 
     @classmethod
-    def select_candidates(cls, sample: Sample, options: VCROptions) -> Sample:
+    def select_candidates(cls, sample: Sample, options: VCRDatasetConfig) -> Sample:
         image, text = sample.images[0], sample.texts[0]
         if not isinstance(text, ChoiceText):  # a text with masked words, which refers to no boxes
             return sample

@@ -27,7 +27,7 @@ from detector.errors import UserError
 from e2e_vl.config import BoxSource
 from e2e_vl.data.base import DataFiles, DataNeeds, JoinedSplit, RecordDataset, TextRecord
 from e2e_vl.data.box_checks import has_part_inside
-from e2e_vl.data.config import GenomeOptions
+from e2e_vl.data.config import VisualGenomeDatasetConfig
 from e2e_vl.data.overlap import COCO, VISUAL_GENOME
 from e2e_vl.data.tables import SerializedDict, SerializedList, SkippedRecords, drop_repeats, stream_list
 from e2e_vl.io import FourNumbers, Pixel, Record, Side
@@ -226,7 +226,7 @@ class VisualGenomeDataset(RecordDataset):
     id_namespace = VISUAL_GENOME
     is_pool = True
 
-    def __init__(self, files: DataFiles, options: GenomeOptions, split: str, needs: DataNeeds) -> None:
+    def __init__(self, files: DataFiles, options: VisualGenomeDatasetConfig, split: str, needs: DataNeeds) -> None:
         self.options = options
         self.folder = Path() if needs.boxes is BoxSource.PRECOMPUTED else files.path("images", split=split)
         self.split_values = [{"split": split}]
@@ -270,11 +270,11 @@ class VisualGenomeDataset(RecordDataset):
         return PhraseBoxes(((0, len(text.words)),), (np.array([text.box]),))
 
     @classmethod
-    def texts_of(cls, files: DataFiles, options: GenomeOptions, split: str) -> Iterable[str]:
+    def texts_of(cls, files: DataFiles, options: VisualGenomeDatasetConfig, split: str) -> Iterable[str]:
         return (text.words for text in READERS[options.texts](files.path(options.texts, split=split)))
 
     @classmethod
-    def answers_of(cls, files: DataFiles, options: GenomeOptions, split: str) -> dict[Any, str]:
+    def answers_of(cls, files: DataFiles, options: VisualGenomeDatasetConfig, split: str) -> dict[Any, str]:
         if options.texts != "questions":
             return super().answers_of(files, options, split)
         return {text.id: text.answer for text in read_genome_questions(files.path("questions", split=split))}

@@ -34,7 +34,7 @@ from e2e_vl.data.base import (
     split_names,
 )
 from e2e_vl.data.coco import CocoInstances, encoded_objects, open_instances
-from e2e_vl.data.config import VQAOptions
+from e2e_vl.data.config import VQADatasetConfig
 from e2e_vl.data.tables import SkippedRecords, drop_repeats, stream_list
 from e2e_vl.io import Id, Record, Words
 from e2e_vl.samples import HumanAnswers, SampleImage
@@ -146,7 +146,7 @@ class VQADataset(RecordDataset):
 
     file_keys = ("images", "questions", "annotations", "answers", "instances", "detections", "features")
 
-    def __init__(self, files: DataFiles, options: VQAOptions, split: str, needs: DataNeeds) -> None:
+    def __init__(self, files: DataFiles, options: VQADatasetConfig, split: str, needs: DataNeeds) -> None:
         self.options = options
         self.split_values: list[dict[str, str]] = []
         self.folders: list[Path] = []
@@ -169,13 +169,13 @@ class VQADataset(RecordDataset):
             self.class_names = self.instances[0].class_names
 
     @classmethod
-    def texts_of(cls, files: DataFiles, options: VQAOptions, split: str) -> Iterable[str]:
+    def texts_of(cls, files: DataFiles, options: VQADatasetConfig, split: str) -> Iterable[str]:
         for name in split_names(split):
             for question in _read_split(files, name, annotated=True):
                 yield from (question.words, question.most_frequent)
 
     @classmethod
-    def answers_of(cls, files: DataFiles, options: VQAOptions, split: str) -> dict[Any, str]:
+    def answers_of(cls, files: DataFiles, options: VQADatasetConfig, split: str) -> dict[Any, str]:
         questions = [one for name in split_names(split) for one in _read_split(files, name, annotated=True)]
         return {question.id: question.most_frequent for question in questions}
 

@@ -18,24 +18,24 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from detector.errors import UserError
-from e2e_vl.encoders.config import NoEncoderSettings
+from e2e_vl.encoders.config import NoEncoderConfig
 from e2e_vl.encoders.layers import GEOMETRY_LAYERS
-from e2e_vl.parts import Settings, decode
+from e2e_vl.registry import Config, decode
 from e2e_vl.structures import Ability, AttentionGraph, EncoderOutput, TextBatch, TextRegions
 from e2e_vl.text import TextLayout
 
 
-class EncoderConfig(PreTrainedConfig):
+class PretrainedEncoderConfig(PreTrainedConfig):
     """The transformers config of an encoder, with the fields of a settings Struct and the two fields below.
 
-    A subclass passes the Struct as an argument: `class MyConfig(EncoderConfig, settings=MySettings)`.
+    A subclass passes the Struct as an argument: `class MyConfig(PretrainedEncoderConfig, settings=MySettings)`.
     """
 
-    settings_class: ClassVar[type[Settings]]
+    settings_class: ClassVar[type[Config]]
     vocab_size: int = 30522
     feature_dim: int = 2048  # width of the detector's region features
 
-    def __init_subclass__(cls, settings: type[Settings], **kwargs: Any) -> None:
+    def __init_subclass__(cls, settings: type[Config], **kwargs: Any) -> None:
         cls.settings_class = settings
         cls.__annotations__ = inspect.get_annotations(cls)
         for field in msgspec.structs.fields(settings):
@@ -165,7 +165,7 @@ def read_summary(
 # No encoder: tasks get the detector's region features, and texts are ignored
 
 
-class NoEncoderConfig(EncoderConfig, settings=NoEncoderSettings):
+class PretrainedNoEncoderConfig(PretrainedEncoderConfig, settings=NoEncoderConfig):
     """The config of `NoEncoder`."""
 
     model_type = "no_encoder"
@@ -174,9 +174,9 @@ class NoEncoderConfig(EncoderConfig, settings=NoEncoderSettings):
 class NoEncoder(Encoder):
     """The identity on regions, without parameters."""
 
-    config_class = NoEncoderConfig
+    config_class = PretrainedNoEncoderConfig
 
-    def __init__(self, config: NoEncoderConfig):
+    def __init__(self, config: PretrainedNoEncoderConfig):
         super().__init__(config)
         self.post_init()
 

@@ -12,19 +12,19 @@ from msgspec import Meta
 
 from detector.config import Dropout, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from detector.errors import UserError
-from e2e_vl.parts import Settings
+from e2e_vl.registry import Config
 
 Activation = Literal["gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu", "tanh"]
 
 
-class NoEncoderSettings(Settings, frozen=True):
+class NoEncoderConfig(Config, frozen=True):
     """No encoder: tasks read the detector's features."""
 
     uses_whole_image: bool = False  # region 0 is the whole image
 
 
-class TransformerSettings(Settings, frozen=True):
-    """Settings of all Transformer encoders."""
+class TransformerConfig(Config, frozen=True):
+    """Config of all Transformer encoders."""
 
     hidden_size: PositiveInt = 768
     num_attention_heads: PositiveInt = 12
@@ -48,7 +48,7 @@ class TransformerSettings(Settings, frozen=True):
             )
 
 
-class VLBertSettings(TransformerSettings, frozen=True):
+class VLBertEncoderConfig(TransformerConfig, frozen=True):
     """VL-BERT. The fields marked "scratch" let a small model learn without a pre-trained BERT."""
 
     num_hidden_layers: NonNegativeInt = 12
@@ -80,7 +80,7 @@ class VLBertSettings(TransformerSettings, frozen=True):
     # initialisation of the region projection. "official": PyTorch's default. "normal": N(0, `initializer_range`)
     # and zero biases, like all other new layers (paper, section 4.1). The visual LayerNorms start at
     # `visual_scale_*_init` in either case.
-    new_layers: Literal["official", "normal"] = "official"
+    projection_init: Literal["official", "normal"] = "official"
     with_pooler: bool = False  # tanh pooler on the first position
     # maximum number of images per text. Above 1, the regions of each image get a learned vector, initially zero and
     # not in official checkpoints.
@@ -101,7 +101,7 @@ class VLBertSettings(TransformerSettings, frozen=True):
             )
 
 
-class VisualBertSettings(TransformerSettings, frozen=True):
+class VisualBertEncoderConfig(TransformerConfig, frozen=True):
     """VisualBERT."""
 
     num_hidden_layers: NonNegativeInt = 12
@@ -125,7 +125,7 @@ class VisualBertSettings(TransformerSettings, frozen=True):
     train_pooler: bool = False  # the official optimiser does not train the pooler
 
 
-class LxmertSettings(TransformerSettings, frozen=True):
+class LxmertEncoderConfig(TransformerConfig, frozen=True):
     """LXMERT."""
 
     l_layers: NonNegativeInt = 9  # layers over words
@@ -140,7 +140,7 @@ class LxmertSettings(TransformerSettings, frozen=True):
     with_segments: bool = True
     # the summary. "tanh": tanh(Linear([CLS])) (official code). "state": the state of [CLS] (paper, section 2.3).
     # "butd": the state of [CLS] attends to the detector's features, see `TopDownAttention` (paper's table 3).
-    pooled: Literal["tanh", "state", "butd"] = "tanh"
+    pooling: Literal["tanh", "state", "butd"] = "tanh"
     with_lstm: bool = False  # an LSTM before the layers over words, and its last state as [CLS] (table 3, LSTM + BUTD)
     # BERT layers that initialise the language layers. "first": the first ones (official code). "last": the last ones
     # (paper).

@@ -15,8 +15,8 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.bert.modeling_bert import BertIntermediate, BertOutput, BertPooler, BertSelfOutput
 
-from e2e_vl.encoders.base import Encoder, EncoderConfig
-from e2e_vl.encoders.config import LxmertSettings
+from e2e_vl.encoders.base import Encoder, PretrainedEncoderConfig
+from e2e_vl.encoders.config import LxmertEncoderConfig
 from e2e_vl.encoders.layers import RelativeGeometryBias, check_length, gather_pairs, region_word_alignment
 from e2e_vl.structures import (
     Ability,
@@ -323,7 +323,7 @@ def merge_maps(
     return tuple(found)
 
 
-class LxmertEncoderConfig(EncoderConfig, settings=LxmertSettings):
+class PretrainedLxmertConfig(PretrainedEncoderConfig, settings=LxmertEncoderConfig):
     """The config of LXMERT."""
 
     model_type = "lxmert_encoder"
@@ -341,7 +341,7 @@ class LxmertEncoder(Encoder):
     to words) and the self-attention (among words and among regions).
     """
 
-    config_class = LxmertEncoderConfig
+    config_class = PretrainedLxmertConfig
     base_model_prefix = "lxmert"
     supports_gradient_checkpointing = True
     has_optional_outputs = True
@@ -357,7 +357,7 @@ class LxmertEncoder(Encoder):
         }
     )
 
-    def __init__(self, config: LxmertEncoderConfig):
+    def __init__(self, config: PretrainedLxmertConfig):
         super().__init__(config)
         self.embeddings = TextEmbeddings(config)
         self.encoder = nn.Module()  # for the parameter names of transformers
@@ -366,8 +366,8 @@ class LxmertEncoder(Encoder):
         self.encoder.x_layers = nn.ModuleList(CrossModalityLayer(config) for _ in range(config.x_layers))
         self.encoder.r_layers = nn.ModuleList(SelfAttentionLayer(config) for _ in range(config.r_layers))
         self.lstm = SentenceLSTM(*2 * [config.hidden_size], batch_first=True) if config.with_lstm else None
-        self.pooler = BertPooler(config) if config.pooled == "tanh" else None
-        self.top_down = TopDownAttention(config) if config.pooled == "butd" else None
+        self.pooler = BertPooler(config) if config.pooling == "tanh" else None
+        self.top_down = TopDownAttention(config) if config.pooling == "butd" else None
         self.relative_geometry = None
         if config.relative_geometry:
             self.relative_geometry = RelativeGeometryBias(config, config.r_layers + config.x_layers)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers.models.bert.configuration_bert import BertConfig
 from transformers.models.bert.modeling_bert import BertPooler
 
-from e2e_vl.encoders.base import Encoder, EncoderConfig, read_summary
-from e2e_vl.encoders.config import VisualBertSettings
+from e2e_vl.encoders.base import Encoder, PretrainedEncoderConfig, read_summary
+from e2e_vl.encoders.config import VisualBertEncoderConfig
 from e2e_vl.encoders.layers import (
     BertLayerWithAttentions,
     RelativeGeometryBias,
@@ -115,7 +115,7 @@ class VisualBertEmbeddings(nn.Module):
 ANSWER_BEFORE_END = Template((CLS, 0, MASK, SEP), (0, 0, 0, 0), summary=2)
 
 
-class VisualBertEncoderConfig(EncoderConfig, BertConfig, settings=VisualBertSettings):
+class PretrainedVisualBertConfig(PretrainedEncoderConfig, BertConfig, settings=VisualBertEncoderConfig):
     """The config of VisualBERT."""
 
     model_type = "visual_bert_encoder"  # transformers has a `visual_bert`
@@ -133,7 +133,7 @@ class VisualBertEncoder(Encoder):
     over the L + R slots [words | regions] of the padded batch.
     """
 
-    config_class = VisualBertEncoderConfig
+    config_class = PretrainedVisualBertConfig
     base_model_prefix = "visual_bert"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
@@ -150,7 +150,7 @@ class VisualBertEncoder(Encoder):
         }
     )
 
-    def __init__(self, config: VisualBertEncoderConfig):
+    def __init__(self, config: PretrainedVisualBertConfig):
         super().__init__(config)
         count = config.num_hidden_layers
         self.embeddings = VisualBertEmbeddings(config)

@@ -13,8 +13,8 @@ from transformers import initialization as init
 from transformers.models.bert.configuration_bert import BertConfig
 from transformers.models.bert.modeling_bert import BertPooler
 
-from e2e_vl.encoders.base import Encoder, EncoderConfig, read_summary
-from e2e_vl.encoders.config import VLBertSettings
+from e2e_vl.encoders.base import Encoder, PretrainedEncoderConfig, read_summary
+from e2e_vl.encoders.config import VLBertEncoderConfig
 from e2e_vl.encoders.layers import (
     GEOMETRY_LAYERS,
     BertLayerWithAttentions,
@@ -256,7 +256,7 @@ class VLBertEmbeddings(nn.Module):
 ANSWER_SLOT = Template((CLS, 0, SEP, MASK, SEP), (0, 0, 0, 1, 1), summary=3)
 
 
-class VLBertConfig(EncoderConfig, BertConfig, settings=VLBertSettings):
+class PretrainedVLBertConfig(PretrainedEncoderConfig, BertConfig, settings=VLBertEncoderConfig):
     """The config of VL-BERT."""
 
     model_type = "vl_bert"
@@ -270,7 +270,7 @@ class VLBertConfig(EncoderConfig, BertConfig, settings=VLBertSettings):
 class VLBertLayer(BertLayerWithAttentions):
     """A BERT layer, post-LN as in BERT or pre-LN (`norm_first`)."""
 
-    def __init__(self, config: VLBertConfig, index: int):
+    def __init__(self, config: PretrainedVLBertConfig, index: int):
         super().__init__(config, index)
         self.norm_first = config.norm_first
 
@@ -295,7 +295,7 @@ class VLBertModel(Encoder):
     are over the L + R + 1 slots [words | regions | END] of the padded batch.
     """
 
-    config_class = VLBertConfig
+    config_class = PretrainedVLBertConfig
     base_model_prefix = "vl_bert"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
@@ -311,7 +311,7 @@ class VLBertModel(Encoder):
     )
     abilities = frozenset({Ability.SUMMARY_OF_QUESTION, Ability.WORD_EMBEDDINGS, Ability.INTERMEDIATE_STATES})
 
-    def __init__(self, config: VLBertConfig):
+    def __init__(self, config: PretrainedVLBertConfig):
         super().__init__(config)
         self.embeddings = VLBertEmbeddings(config)
         self.layers = nn.ModuleList(VLBertLayer(config, index) for index in range(config.num_hidden_layers))
@@ -391,9 +391,9 @@ class VLBertModel(Encoder):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """As in `Encoder`, with `new_layers` and `embedding_init_std` of the config."""
+        """As in `Encoder`, with `projection_init` and `embedding_init_std` of the config."""
         std = self.config.embedding_init_std
-        if isinstance(module, RegionProjection) and self.config.new_layers == "normal":
+        if isinstance(module, RegionProjection) and self.config.projection_init == "normal":
             PreTrainedModel._init_weights(self, module)
         elif isinstance(module, nn.Embedding) and not isinstance(module, self.self_initialized):
             init.normal_(module.weight, std=self.config.initializer_range if std is None else std)

@@ -31,7 +31,7 @@ from tqdm.auto import tqdm
 from detector.errors import UserError
 from detector.images import load_image, load_resized
 from detector.io import read_json, write_json
-from e2e_vl.config import ExtractionSettings
+from e2e_vl.config import ExtractionConfig
 from e2e_vl.data.batching import ignore_signals, kill_workers
 from e2e_vl.data.features import (
     STAMP_NAME,
@@ -62,7 +62,7 @@ class ExtractionJob:
     output: Path
     layout: str  # one of `FORMATS`
     source: LoadedDetector
-    settings: ExtractionSettings
+    settings: ExtractionConfig
     given_boxes: dict[str, GivenBoxes] | None = None  # by image id, with the rule "given"
     stamp: dict[str, Any] = dataclasses.field(default_factory=dict)
     batch_size: int = 8  # images per forward pass, all of the same size
@@ -302,7 +302,7 @@ def _batches(job: ExtractionJob, images: list[ListedImage], failures: dict[str, 
 
 
 def make_stamp(
-    source: LoadedDetector, settings: ExtractionSettings, *, boxes_file: Path | None = None, precision: str = "no"
+    source: LoadedDetector, settings: ExtractionConfig, *, boxes_file: Path | None = None, precision: str = "no"
 ) -> dict[str, Any]:
     """Make the stamp of one extraction; `precision` is Accelerate's mixed precision."""
     detector = source.detector

@@ -25,13 +25,14 @@ from detector.images import ResizeRule, load_resized, make_image_batch, normalis
 from detector.roi_pooler import to_rois
 from detector.structures import FeatureMaps, ImageBatch, RoIFeatures
 from detector.zoo import PublishedWeights, find_published_weights, read_vocabulary, resolve_weights
-from e2e_vl.config import ExtractionSettings, SyntheticSettings, find_config, load_config
+from e2e_vl.config import ExtractionConfig, SyntheticDataConfig
+from e2e_vl.config_files import find_config, load_config
 from e2e_vl.data.features import RegionFeatures
 from e2e_vl.data.user_inputs import GivenBoxes, require_inside
-from e2e_vl.examples import ImageTransform
 from e2e_vl.io import DEMO, find_model_folder
-from e2e_vl.parts import DETECTORS
+from e2e_vl.registry import DETECTORS
 from e2e_vl.samples import AnnotatedObjects, ImageBytes
+from e2e_vl.transforms import ImageTransform
 
 SAME_PLACE = 0.7  # IoU above which the rule "score" merges two detections
 MAX_CANDIDATES = 5000  # most probable (proposal, class) pairs that the rule "score" considers
@@ -77,7 +78,7 @@ class _Proposals(NamedTuple):
 class RegionExtractor:
     """Extracts `RegionFeatures` from images, with a detector in evaluation mode on its device."""
 
-    def __init__(self, detector: TwoStageDetector, settings: ExtractionSettings) -> None:
+    def __init__(self, detector: TwoStageDetector, settings: ExtractionConfig) -> None:
         if settings.attributes and not detector.roi_heads.box_predictor.has_attributes:
             raise UserError("The detector has no attribute head; extract without attributes, or use another config.")
         self.detector = detector
@@ -255,7 +256,7 @@ class LoadedDetector:
     attribute_names: tuple[str, ...] | None = None  # A names; None: attributes are not predicted
     warning: str = ""  # for users, if the predicted boxes are random
     # the images of its training, if they were drawn
-    drawn_scenes: SyntheticSettings = dataclasses.field(default_factory=SyntheticSettings)
+    drawn_scenes: SyntheticDataConfig = dataclasses.field(default_factory=SyntheticDataConfig)
 
     def with_names(self, class_names: str | Path | None, attribute_names: str | Path | None) -> LoadedDetector:
         """Return the same detector, with class and attribute names from text files, see `read_vocabulary`."""
@@ -387,11 +388,11 @@ def extract_image(
     pixels, size = load_resized(content, source.resize, config.input.format, name)
     attributes = source.attribute_names is not None
     if objects is None:
-        settings = ExtractionSettings("score", rule, config.roi_heads.features_of, attributes)
+        settings = ExtractionConfig("score", rule, config.roi_heads.features_of, attributes)
         boxes = None
     else:
         require_inside(objects.boxes, size, objects.origin, name)
-        settings = ExtractionSettings("given", attributes=attributes)
+        settings = ExtractionConfig("given", attributes=attributes)
         boxes = GivenBoxes(np.asarray(objects.boxes, dtype=np.float64), np.arange(len(objects)))
     [regions] = RegionExtractor(source.detector, settings)([InputImage(Path(name).stem, name, pixels, size, boxes)])
     return regions

@@ -1,4 +1,4 @@
-"""Builds the model, tokenizer and data of a run from its settings. `e2e_vl/parts.py` lists the parts by name."""
+"""Builds the model, tokenizer and data of a run from its settings. `e2e_vl/registry.py` lists the parts by name."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from detector.errors import MissingFileError, UserError, user_path
 from detector.images import ResizeRule
 from detector.io import write_json
 from detector.structures import Detector
-from e2e_vl.config import BoxSource, DetectorSettings, ResizeSettings, RunConfig, read_detector_config
+from e2e_vl.config import BoxSource, ResizeConfig, RunConfig, RunDetectorConfig
+from e2e_vl.config_files import read_detector_config
 from e2e_vl.data.answer_lists import ANSWERS_FILE, read_answers
 from e2e_vl.data.base import DataNeeds, VLDataset, check_boxes_source, open_options
-from e2e_vl.data.batching import ExampleDataset, collate
+from e2e_vl.data.batching import EncodedDataset, collate
 from e2e_vl.data.image_loader import ImageLoader, ImageRules, open_boxes_of
 from e2e_vl.encoders.base import Encoder
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.parts import DATASETS, DETECTORS, ENCODERS, TASKS, Settings
+from e2e_vl.registry import DATASETS, DETECTORS, ENCODERS, TASKS, Config
 from e2e_vl.structures import Ability, Batch
 from e2e_vl.synthetic.generate import make_scenes
 from e2e_vl.tasks.base import Sizes, Task
@@ -82,7 +83,7 @@ def resolve_resize(config: RunConfig) -> RunConfig:
             "MIN_SIZE_TEST must be one of MIN_SIZE_TRAIN, and both MAX_SIZEs must be equal); set data.resize."
         )
     short.append(short.pop(short.index(sizes.min_size_test)))  # evaluation uses the last one
-    resize = ResizeSettings(short, sizes.max_size_train, "detectron2")
+    resize = ResizeConfig(short, sizes.max_size_train, "detectron2")
     return msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, resize=resize))
 
 
@@ -134,7 +135,7 @@ def count_frequent_answers(most_frequent: Mapping[Any, str], min_count: int, spe
 # The model.
 
 
-class Start(NamedTuple):
+class InitialWeights(NamedTuple):
     """The weights that a part of the model was initialised from."""
 
     part: str  # detector, encoder, task or phrases
@@ -142,7 +143,7 @@ class Start(NamedTuple):
     report: LoadReport
 
 
-def log_start(start: Start) -> None:
+def log_initial_weights(start: InitialWeights) -> None:
     """Log what was loaded from a weights file; as a warning if tensors are missing or unused."""
     level = logging.INFO if start.report.is_complete else logging.WARNING
     logger.log(level, "%s (%s names): %s.", start.path, start.report.layout, start.report.summary())
@@ -154,7 +155,7 @@ def build_model(
     vocab_size: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
     class_names: Sequence[str] | None = None,
-    on_start: Callable[[Start], None] = log_start,
+    on_init: Callable[[InitialWeights], None] = log_initial_weights,
 ) -> VisionLanguageModel:
     """Build detector, encoder and task, initialised at random or from the `weights` of each.
 
@@ -162,15 +163,15 @@ def build_model(
         tokenizer: if given, the task initialises itself from the other parts (`Task.initialise`) before
             `task.weights` are loaded.
         class_names: see `build_detector`.
-        on_start: called for each part that loads weights.
+        on_init: called for each part that loads weights.
     """
     if tokenizer is not None and config.encoder.weights is not None:
         check_vocabulary(config.encoder.weights, tokenizer)
-    detector = build_detector(config, on_start, class_names)
+    detector = build_detector(config, on_init, class_names)
     rules = InitRules(config.task.name, ADAPTERS.get(config.encoder.name, ()))
     encoder = build_encoder(config, vocab_size, detector.feature_dim)
     for weights in filter(None, (config.encoder.fallback_weights, config.encoder.weights)):
-        on_start(Start("encoder", weights, load_encoder(encoder, weights, rules)))
+        on_init(InitialWeights("encoder", weights, load_encoder(encoder, weights, rules)))
     sizes = Sizes(encoder.hidden_size, vocab_size, detector.feature_dim, detector.num_classes, encoder.summary_size)
     task = build_task(config, sizes)
     for ability in task.needs:
@@ -179,7 +180,7 @@ def build_model(
         task.initialise(tokenizer, encoder, detector)
     knows_order = has_answers(config) or task.vocabulary_class is None
     for weights in filter(None, (config.task.fallback_weights, config.task.weights)):
-        on_start(Start("task", weights, load_task(task, weights, rules, knows_class_order=knows_order)))
+        on_init(InitialWeights("task", weights, load_task(task, weights, rules, knows_class_order=knows_order)))
     phrase_head = None
     if config.phrases.weight:
         encoder.require(Ability.INTERMEDIATE_STATES, "phrases.weight")
@@ -191,7 +192,7 @@ def build_model(
         phrase_head = PhraseHead(encoder.hidden_size, config.phrases.size, config.phrases.layer)
         if config.phrases.weights is not None:
             report = load_phrase_head(phrase_head, config.phrases.weights)
-            on_start(Start("phrases", config.phrases.weights, report))
+            on_init(InitialWeights("phrases", config.phrases.weights, report))
     if config.detector.loss_weight == 0:
         detector.freeze_predictions()
     needs_teacher = task.region_masking is not None and task.region_masking.needs_frozen_teacher
@@ -253,7 +254,9 @@ def build_run_without_weights(config: RunConfig) -> RunWithoutWeights:
 
 
 def build_detector(
-    config: RunConfig, on_start: Callable[[Start], None] = log_start, class_names: Sequence[str] | None = None
+    config: RunConfig,
+    on_init: Callable[[InitialWeights], None] = log_initial_weights,
+    class_names: Sequence[str] | None = None,
 ) -> Detector:
     """Build the detector with random weights or those of `detector.weights`.
 
@@ -263,7 +266,7 @@ def build_detector(
     detector = DETECTORS[settings.backend].cls(read_detector_config(settings))
     if settings.weights is not None:
         report = load_checkpoint(detector, settings.weights, expect=settings.expect)
-        on_start(Start("detector", settings.weights, report))
+        on_init(InitialWeights("detector", settings.weights, report))
     if detector.class_names is None and class_names is not None and len(class_names) == detector.num_classes:
         detector.class_names = tuple(class_names)
     return detector
@@ -280,7 +283,7 @@ def build_task(config: RunConfig, sizes: Sizes) -> Task:
     return TASKS[config.task.name].cls.build(sizes, read_answer_lists(config))
 
 
-def read_answer_lists(config: RunConfig) -> Settings:
+def read_answer_lists(config: RunConfig) -> Config:
     """Return the settings of the task, with lists of answers in place of their files."""
     replace = msgspec.structs.replace
     settings = config.task.config
@@ -356,7 +359,7 @@ def build_examples(
     *,
     boxes: BoxSource | str,
     training: bool = False,
-) -> ExampleDataset:
+) -> EncodedDataset:
     """The examples of a split; training adds random resizing, horizontal flips and detection targets."""
     boxes = BoxSource(boxes)
     dataset = open_split(config, split, boxes, training=training)
@@ -374,7 +377,7 @@ def load_split(
     boxes: BoxSource,
     *,
     training: bool,
-) -> ExampleDataset:
+) -> EncodedDataset:
     """Return the examples of an open split, whose images are all there."""
     loader = build_loader(config, model, dataset, boxes, training=training)
     loader.require_images(dataset.image_keys(), split)
@@ -390,11 +393,11 @@ def make_examples(
     split: str,
     *,
     training: bool,
-) -> ExampleDataset:
+) -> EncodedDataset:
     """The examples of an open split, with the task's preprocessor."""
     preprocessor = model.task.preprocessor(build_text_tokenizer(config, model, tokenizer, training=training))
     skip_broken = config.data.skip_broken and training
-    return ExampleDataset(
+    return EncodedDataset(
         dataset,
         loader,
         preprocessor,
@@ -483,7 +486,7 @@ def build_loader(
     return ImageLoader(rules, boxes, reader)
 
 
-def warn_of_random_boxes(settings: DetectorSettings) -> None:
+def warn_of_random_boxes(settings: RunDetectorConfig) -> None:
     """Log a warning if predicted boxes are evaluated although nothing trained them."""
     if settings.proposes_at_random:
         logger.warning(
@@ -501,10 +504,10 @@ class Run:
 
     model: VisionLanguageModel
     tokenizer: PreTrainedTokenizerBase
-    train_data: ExampleDataset
+    train_data: EncodedDataset
     collate: Callable[..., Batch]
-    starts: list[Start]
-    eval_data: dict[tuple[str, BoxSource], ExampleDataset]  # by split and boxes
+    starts: list[InitialWeights]
+    eval_data: dict[tuple[str, BoxSource], EncodedDataset]  # by split and boxes
 
 
 def build_run(config: RunConfig, *, writes: bool = True, evaluates: bool = False) -> Run:
@@ -520,7 +523,7 @@ def build_run(config: RunConfig, *, writes: bool = True, evaluates: bool = False
     check_inputs(config)
     make_synthetic_data(config)
     tokenizer = build_tokenizer(config, writes=writes)
-    starts: list[Start] = []
+    starts: list[InitialWeights] = []
     boxes = config.data.boxes.train
     dataset = open_split(config, config.data.train_split, boxes, training=True)
     model = build_model(
@@ -528,7 +531,7 @@ def build_run(config: RunConfig, *, writes: bool = True, evaluates: bool = False
         vocab_size=len(tokenizer),
         tokenizer=tokenizer,
         class_names=dataset.class_names if config.detector.loss_weight > 0 else None,
-        on_start=starts.append,
+        on_init=starts.append,
     )
     if writes and model.task.vocabulary_class is not None and not has_answers(config):
         write_json(Path(config.output) / ANSWERS_FILE, model.task.answer_vocabulary.answers)
@@ -538,7 +541,7 @@ def build_run(config: RunConfig, *, writes: bool = True, evaluates: bool = False
     return Run(model, tokenizer, examples, partial(collate, canvas=config.data.canvas), starts, eval_data)
 
 
-def check_training_data(config: RunConfig, model: VisionLanguageModel, examples: ExampleDataset) -> None:
+def check_training_data(config: RunConfig, model: VisionLanguageModel, examples: EncodedDataset) -> None:
     """Raise a UserError if the training data lack what detector, task or phrase head learn from."""
     dataset = examples.dataset
     if config.detector.loss_weight > 0:
@@ -556,9 +559,9 @@ def check_training_data(config: RunConfig, model: VisionLanguageModel, examples:
 
 def open_eval_data(
     config: RunConfig, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase
-) -> dict[tuple[str, BoxSource], ExampleDataset]:
+) -> dict[tuple[str, BoxSource], EncodedDataset]:
     """Open every split of `data.eval_splits` with every box source of `eval.boxes`."""
-    eval_data: dict[tuple[str, BoxSource], ExampleDataset] = {}
+    eval_data: dict[tuple[str, BoxSource], EncodedDataset] = {}
     if BoxSource.ONLINE in config.eval.boxes:
         warn_of_random_boxes(config.detector)
     for split in config.data.eval_splits:

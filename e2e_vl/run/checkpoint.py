@@ -33,11 +33,12 @@ from transformers.utils import logging as transformers_logging
 from detector.checkpoint import check_arrays, load_class_names, load_weights, read_tensors, save_settings, save_weights
 from detector.errors import MissingFileError, UserError
 from detector.io import atomic_folder, decode_yaml, read_json, write_json
-from e2e_vl.config import RunConfig, differences, load_config, parse_overrides, read_detector_config, save_config
+from e2e_vl.config import RunConfig
+from e2e_vl.config_files import differences, load_config, parse_overrides, read_detector_config, save_config
 from e2e_vl.data.answer_lists import ANSWERS_FILE
 from e2e_vl.io import POSITION_FILE, find_checksum_mismatch, find_model_folder, write_checksums
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.parts import TASKS, Settings
+from e2e_vl.registry import TASKS, Config
 from e2e_vl.run.build import build_model
 from e2e_vl.run.launch import on_main
 from e2e_vl.text import load_tokenizer
@@ -154,7 +155,7 @@ def load_saved_config(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig
     return load_config(find_model_folder(run_dir) / "config.yaml", overrides)
 
 
-def _with_answers(config: RunConfig, answers: Path) -> Settings:
+def _with_answers(config: RunConfig, answers: Path) -> Config:
     """Return the settings of the task, with the path of the saved answers in them or in those of its objectives."""
     settings = config.task.config
     if TASKS[config.task.name].cls.vocabulary_class is not None:
@@ -191,8 +192,8 @@ def save_state(
     bad = [name for name, value in model.named_parameters() if not value.isfinite().all()]
     if bad:
         raise FloatingPointError(
-            f"{bad[0]} is NaN or infinite, so no checkpoint is saved; lower train.lr, or set train.clip_norm. --resume "
-            "continues from the newest checkpoint."
+            f"{bad[0]} is NaN or infinite, so no checkpoint is saved; lower train.lr, or set train.max_grad_norm. "
+            "--resume continues from the newest checkpoint."
         )
     with contextlib.ExitStack() as writing:
         part = on_main(accelerator, lambda: writing.enter_context(atomic_folder(folder)))
@@ -244,7 +245,7 @@ def _find_damage(folder: Path) -> str | None:
 def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path | None:
     """Find the newest intact checkpoint of a run directory; None, with a warning, if the run has none.
 
-    Settings that do not affect the architecture may differ from those of the checkpoint; changes are logged.
+    Config that do not affect the architecture may differ from those of the checkpoint; changes are logged.
     """
     if not output.is_dir():
         raise MissingFileError(f"Cannot resume: run directory {output} does not exist; start without --resume.")

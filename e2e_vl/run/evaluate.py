@@ -19,7 +19,7 @@ from detector.errors import UserError, user_path
 from detector.io import write_json
 from detector.structures import Loss
 from e2e_vl.config import BoxSource, RunConfig
-from e2e_vl.data.batching import BatchLoader, ExampleDataset, GroupedBatchSampler, Unreadable, collate
+from e2e_vl.data.batching import BatchLoader, EncodedDataset, GroupedBatchSampler, Unreadable, collate
 from e2e_vl.io import check_output, file_name, replace_nan
 from e2e_vl.metrics import baselines
 from e2e_vl.metrics.sureness import MIN_ANSWERS, sure_threshold
@@ -229,13 +229,13 @@ class Evaluator:
             show: called on the main process with the predictions of each split and box source, and their name.
 
         Returns:
-            The metrics of all splits, including the loss if `train.keep_best` names it.
+            The metrics of all splits, including the loss if `train.metric_for_best_model` names it.
 
         Raises:
             InterruptedEvaluationError: a process has received a signal.
         """
         metrics: dict[str, Any] = {}
-        best = MetricName.read(self.config.train.keep_best or "")
+        best = MetricName.read(self.config.train.metric_for_best_model or "")
         for split in self.config.data.eval_splits:
             for boxes in map(BoxSource, self.config.eval.boxes):
                 needs_loss = best is not None and (best.metric, best.split, best.source) == (LOSS, split, boxes)
@@ -255,7 +255,7 @@ class Evaluator:
     def evaluate_split(
         self,
         model: VisionLanguageModel,
-        examples: ExampleDataset,
+        examples: EncodedDataset,
         split: str,
         boxes: BoxSource,
         *,
@@ -296,7 +296,7 @@ class Evaluator:
     def predict_texts(
         self,
         model: VisionLanguageModel,
-        examples: ExampleDataset,
+        examples: EncodedDataset,
         *,
         max_images: int | None = None,
         name: str = "evaluation",
@@ -352,7 +352,7 @@ class Evaluator:
         return predictions
 
     def _make_loader(
-        self, examples: ExampleDataset, max_images: int | None, unreadable: list[Unreadable] | None
+        self, examples: EncodedDataset, max_images: int | None, unreadable: list[Unreadable] | None
     ) -> BatchLoader:
         """Return the batches of this process, of the first `max_images` images (None: all), each image once.
 
@@ -384,7 +384,7 @@ def evaluate_run(
     """Load a trained run and evaluate it; the implementation of `e2e-vl evaluate`.
 
     Args:
-        with_loss: include the loss as `train.keep_best` uses it; its value is None if no text has a target.
+        with_loss: include the loss as `train.metric_for_best_model` uses it; its value is None if no text has a target.
         output: file of the predictions; metrics are written to `<its name>_metrics.json` beside it. None: a file in the
             run's folder `evaluations`, which replaces an earlier evaluation of the same name.
 

@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from detector.errors import MissingFileError, UserError
 from e2e_vl.config import BoxSource, RunConfig
-from e2e_vl.data.batching import ExampleDataset
+from e2e_vl.data.batching import EncodedDataset
 from e2e_vl.io import LOCK_FILE
 from e2e_vl.run.build import Run
 from e2e_vl.structures import Batch
@@ -45,7 +45,7 @@ def check_images(config: RunConfig, run: Run) -> None:
 
     The error names the first missing file and counts the others.
     """
-    splits: dict[str, ExampleDataset] = {split: examples for (split, _), examples in run.eval_data.items()}
+    splits: dict[str, EncodedDataset] = {split: examples for (split, _), examples in run.eval_data.items()}
     splits[config.data.train_split] = run.train_data
     if config.data.skip_broken or BoxSource(config.data.boxes.train) is BoxSource.PRECOMPUTED:
         return
@@ -186,5 +186,6 @@ class FiniteCheck:
         raise FloatingPointError(
             f"{', '.join(losses) or bad[0]} became NaN or infinite in step {step} (images "
             f"{', '.join(images[: self.SHOWN_IMAGES])}{more}), and the weights were not updated; lower train.lr, set "
-            "train.clip_norm, or check the annotations of these images. --resume continues from the newest checkpoint."
+            "train.max_grad_norm, or check the annotations of these images. --resume continues from the newest "
+            "checkpoint."
         )

@@ -46,7 +46,7 @@ def make_accelerator(
 
     Args:
         mixed_precision: no, bf16 or fp16.
-        tf32: see `TrainSettings.tf32`.
+        tf32: see `TrainConfig.tf32`.
         max_wait_minutes: timeout of collective operations; accelerate's default of 10 minutes is too short for reading
             large data for the first time.
         options: further arguments of `Accelerator`.

@@ -17,7 +17,7 @@ from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_
 from transformers import get_linear_schedule_with_warmup as get_linear
 from typing_extensions import override
 
-from e2e_vl.config import RunConfig, TrainSettings
+from e2e_vl.config import RunConfig, TrainConfig
 from e2e_vl.model import VisionLanguageModel
 
 
@@ -90,7 +90,7 @@ class BertAdam(OfficialAdam):
     """Adam without bias correction, used by the official VisualBERT and LXMERT code.
 
     `weight -= rate * (m / (sqrt(v) + eps) + weight_decay * weight)`, with m and v including the new gradient. The
-    schedule of a parameter does not advance while it has no gradient. `clip_tensor_norm`: clip the gradient of each
+    schedule of a parameter does not advance while it has no gradient. `max_grad_norm_per_tensor`: clip the gradient of each
     parameter to this norm; None: no clipping.
     """
 
@@ -102,11 +102,11 @@ class BertAdam(OfficialAdam):
         groups: Iterable[dict[str, Any]],
         betas: tuple[float, float],
         eps: float,
-        clip_tensor_norm: float | None = None,
+        max_grad_norm_per_tensor: float | None = None,
         fused: bool | None = None,
     ):
         super().__init__(groups, betas=betas, eps=eps, fused=fused)
-        self.clip_tensor_norm = clip_tensor_norm
+        self.max_grad_norm_per_tensor = max_grad_norm_per_tensor
 
     @override
     def convert_options(
@@ -124,19 +124,19 @@ class BertAdam(OfficialAdam):
     @override
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        if self.clip_tensor_norm is not None:
+        if self.max_grad_norm_per_tensor is not None:
             gradients = []
             for group in self.param_groups:
                 gradients += [parameter.grad for parameter in group["params"] if parameter.grad is not None]
             norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
-            factors = (self.clip_tensor_norm / (norms + 1e-6)).clamp(max=1.0)  # as torch's `clip_grad_norm_`
+            factors = (self.max_grad_norm_per_tensor / (norms + 1e-6)).clamp(max=1.0)  # as torch's `clip_grad_norm_`
             for gradient, factor in zip(gradients, factors, strict=True):
                 gradient.mul_(factor)
         return super().step(closure)
 
 
 def build_optimizer(
-    model: VisionLanguageModel, settings: TrainSettings, *, on_cpu: bool = False
+    model: VisionLanguageModel, settings: TrainConfig, *, on_cpu: bool = False
 ) -> torch.optim.Optimizer:
     """Build an optimiser with the groups detector, encoder and head, and `*_no_decay` for norms and biases.
 
@@ -176,15 +176,15 @@ def build_optimizer(
         return torch.optim.SGD(groups, momentum=settings.momentum)
     options = {"betas": tuple(settings.betas), "eps": settings.eps, "fused": on_cpu or None}
     if settings.optimizer == "bert_adam":
-        return BertAdam(groups, clip_tensor_norm=settings.clip_tensor_norm, **options)
+        return BertAdam(groups, max_grad_norm_per_tensor=settings.max_grad_norm_per_tensor, **options)
     if settings.optimizer == "adamw_official":
         return OfficialAdamW(groups, **options)
     return torch.optim.AdamW(groups, **options)
 
 
-def schedule_span(settings: TrainSettings, total_steps: int) -> tuple[int, int]:
-    """Return first step and length of the schedule that a run of `total_steps` follows, see `train.schedule_part`."""
-    start, end = settings.schedule_part
+def schedule_span(settings: TrainConfig, total_steps: int) -> tuple[int, int]:
+    """Return first step and length of the schedule that a run of `total_steps` follows, see `train.schedule_fraction`."""
+    start, end = settings.schedule_fraction
     length = round(total_steps / (end - start))
     return round(start * length), length
 
@@ -195,7 +195,7 @@ def objective_weights(config: RunConfig, total_steps: int, step: int) -> dict[st
     weights = {}
     for name, objective in getattr(config.task.config, "objectives", {}).items():
         if objective.weight:
-            has_begun = skipped + step >= objective.begin * length
+            has_begun = skipped + step >= objective.start_fraction * length
             weights[name] = objective.weight * has_begun
     return weights
 
@@ -216,30 +216,30 @@ def preview(config: RunConfig, total_steps: int, points: int = 1000) -> Iterator
 
 
 def build_schedule(
-    optimizer: torch.optim.Optimizer, settings: TrainSettings, total_steps: int, *, steps_done: int = 0
+    optimizer: torch.optim.Optimizer, settings: TrainConfig, total_steps: int, *, steps_done: int = 0
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """Build a schedule: linear warm-up, then decay over `total_steps` optimiser steps, or a part of that.
 
-    Update u (from 0) has the learning rate of step u; with `schedule_first`, as in the official VL-BERT code, that of
+    Update u (from 0) has the learning rate of step u; with `schedule_skips_zero`, as in the official VL-BERT code, that of
     step u + 1: the rate of the first update is not 0, and that of the last one is. `BertAdam` evaluates the schedule
     per parameter. The groups of the optimiser have the peak learning rates.
     """
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     skipped, total_steps = schedule_span(settings, total_steps)
-    first = skipped + int(settings.schedule_first)
+    first = skipped + int(settings.schedule_skips_zero)
     last = steps_done - 1 + first  # the constructor of a schedule makes one step
     warmup = settings.warmup_steps
-    if settings.warmup_share is not None:
-        warmup = settings.warmup_share * total_steps
+    if settings.warmup_ratio is not None:
+        warmup = settings.warmup_ratio * total_steps
     if settings.schedule == "constant":
         schedule = get_constant_schedule_with_warmup(optimizer, warmup, last_epoch=last)
     elif settings.schedule == "steps":
-        decays = [round(share * total_steps) for share in settings.decay_shares]
+        decays = [round(share * total_steps) for share in settings.milestones]
 
         def factor_of(step: int) -> float:
             warm = min(step / warmup, 1.0) if warmup else 1.0
-            return warm * settings.decay_factor ** bisect.bisect_right(decays, step)
+            return warm * settings.gamma ** bisect.bisect_right(decays, step)
 
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor_of, last_epoch=last)
     else:

@@ -28,7 +28,8 @@ from PIL import Image
 from detector.config import DetectorConfig, merge
 from detector.errors import UserError
 from detector.io import atomic_file, decode_yaml, read_json, write_text
-from e2e_vl.config import DataSettings, EncoderSettings, RunConfig, TaskSettings, differences
+from e2e_vl.config import DataConfig, EncoderConfig, RunConfig, TaskConfig
+from e2e_vl.config_files import differences
 from e2e_vl.io import file_name, read_log, read_text
 from e2e_vl.metrics import baselines
 from e2e_vl.predictions import Prediction, read_predictions, with_target
@@ -151,9 +152,9 @@ def list_changed_settings(config: RunConfig) -> list[str]:
     defaults = msgspec.to_builtins(
         RunConfig(
             output="",
-            encoder=EncoderSettings(config.encoder.name),
-            task=TaskSettings(config.task.name),
-            data=DataSettings(config.data.name, root=""),
+            encoder=EncoderConfig(config.encoder.name),
+            task=TaskConfig(config.task.name),
+            data=DataConfig(config.data.name, root=""),
         )
     )
     defaults["detector"]["overrides"] = decode_yaml(DetectorConfig.from_yaml({}).to_yaml(), "detector")

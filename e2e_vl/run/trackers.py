@@ -12,10 +12,10 @@ from accelerate import Accelerator
 from torch import nn
 
 from e2e_vl.config import RunConfig
-from e2e_vl.data.batching import ExampleDataset
+from e2e_vl.data.batching import EncodedDataset
 from e2e_vl.drawing import draw_boxes
 from e2e_vl.predictions import Prediction, with_target
-from e2e_vl.run.build import Run, Start
+from e2e_vl.run.build import InitialWeights, Run
 from e2e_vl.run.evaluate import COUNTS, MetricName
 from e2e_vl.tasks.base import Task
 
@@ -86,7 +86,9 @@ def describe_run(config: RunConfig, run: Run, accelerator: Accelerator, step: in
     else:
         texts = f"at most {limit} texts"
     done = f", {step:,} of them done" if step else ""
-    parts_of_batch = f" in {settings.accumulate} parts" if settings.accumulate > 1 else ""
+    parts_of_batch = (
+        f" in {settings.gradient_accumulation_steps} parts" if settings.gradient_accumulation_steps > 1 else ""
+    )
     steps = (
         f"{total_steps:,}{done}, each with {settings.images_per_batch} images{parts_of_batch} and {texts} per image "
         f"({total_steps * settings.images_per_batch:,} images in all)"
@@ -101,7 +103,7 @@ def describe_run(config: RunConfig, run: Run, accelerator: Accelerator, step: in
         ("training", f"{config.data.train_split}: {_size(run.train_data)}, boxes: {config.data.boxes.train}"),
         *evaluations,
         ("steps", steps),
-        *describe_schedule_part(*settings.schedule_part),
+        *describe_schedule_part(*settings.schedule_fraction),
         ("vocabulary", f"{len(run.tokenizer)} wordpieces, {config.data.vocabulary or 'built from the training texts'}"),
     ]
     parts = {"detector": run.model.detector, "encoder": run.model.encoder, "head": run.model.task}
@@ -129,7 +131,7 @@ def describe_schedule_part(start: float, end: float) -> list[tuple[str, str]]:
     return [("schedule", f"{start:g} to {end:g} of a longer one{moments}")]
 
 
-def _size(examples: ExampleDataset) -> str:
+def _size(examples: EncodedDataset) -> str:
     """Say how many images and texts a split has."""
     size = f"{len(examples.groups):,} images with {len(examples):,} texts"
     corpus = examples.dataset.corpus
@@ -138,7 +140,7 @@ def _size(examples: ExampleDataset) -> str:
     return size
 
 
-def describe_weights(part: nn.Module, starts: Sequence[Start]) -> str:
+def describe_weights(part: nn.Module, starts: Sequence[InitialWeights]) -> str:
     """Say how a part of the model was initialised: the weights files, and the names of random parameters."""
     if not starts:
         return "all random" if any(True for _ in part.parameters()) else "nothing to learn"

@@ -2,7 +2,7 @@
 
 A run directory holds `config.yaml`, `log.jsonl`, `metrics.json`, TensorBoard events, `checkpoints/step_*`, `model/`
 (the final model in `save_pretrained` form), `predictions_*.json`, `report.html`, `tokenizer/` (a vocabulary built from
-the texts) and `.lock`; with `train.keep_best` also `best/` (the best model, see `BestModel`).
+the texts) and `.lock`; with `train.metric_for_best_model` also `best/` (the best model, see `BestModel`).
 
 `Trainer.train_step` is one optimiser step, `Trainer.run` the loop around it.
 """
@@ -33,11 +33,12 @@ from detector.errors import UserError
 from detector.io import atomic_files, atomic_folder, read_json, remove_leftovers, write_json
 from detector.structures import Loss
 from e2e_vl import __version__
-from e2e_vl.config import RunConfig, check_batch_size, save_config
+from e2e_vl.config import RunConfig, check_batch_size
+from e2e_vl.config_files import save_config
 from e2e_vl.data.batching import BatchLoader, GroupedBatchSampler
 from e2e_vl.io import RunLog, refuse_to_overwrite, replace_nan
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.parts import check_name
+from e2e_vl.registry import check_name
 from e2e_vl.run import checkpoint as checkpoints
 from e2e_vl.run.build import Run, build_run, resolve_config
 from e2e_vl.run.evaluate import LOSS, Evaluator, InterruptedEvaluationError, MetricName, phrase_weights
@@ -164,14 +165,14 @@ class Trainer:
         self.stop = StopSignals()
         self.sampler = GroupedBatchSampler(
             run.train_data.groups,
-            images_per_batch=settings.images_per_batch // settings.accumulate,
-            accumulate=settings.accumulate,
+            images_per_batch=settings.micro_batch_size,
+            gradient_accumulation_steps=settings.gradient_accumulation_steps,
             texts_per_image=config.data.texts_per_image,
             seed=config.seed,
             rank=accelerator.process_index,
             world_size=accelerator.num_processes,
         )
-        self.steps_per_epoch = self.sampler.batches_per_epoch // settings.accumulate
+        self.steps_per_epoch = self.sampler.batches_per_epoch // settings.gradient_accumulation_steps
         self.order = {  # determines the images of each step; must not change in a resumed run
             "train.images_per_batch": settings.images_per_batch,
             "data.texts_per_image": config.data.texts_per_image,
@@ -197,8 +198,8 @@ class Trainer:
         limit = config.eval.max_images
         is_limited = limit is not None and any(len(one.groups) > limit for one in run.eval_data.values())
         self.eval_images = limit if is_limited else None
-        self.best = BestModel(self.output / "best", settings.keep_best, settings.patience)
-        if settings.keep_best is not None:  # check the name before training, and before the seeds are set
+        self.best = BestModel(self.output / "best", settings.metric_for_best_model, settings.patience)
+        if settings.metric_for_best_model is not None:  # check the name before training, and before the seeds are set
             evaluator = Evaluator(config, accelerator)
             self.best.check_name(evaluator.evaluate_splits(run, max_images=config.eval.images_per_batch))
         # after weight initialisation: a different but reproducible seed for dropout and RoI sampling on each process
@@ -294,17 +295,17 @@ class Trainer:
 
     def batches(self) -> Iterator[list[Batch]]:
         """The micro-batches of each remaining optimiser step, across epochs."""
-        accumulate = self.config.train.accumulate
+        accumulation_steps = self.config.train.gradient_accumulation_steps
         loader = BatchLoader(
             self.built.train_data, self.sampler, self.built.collate, workers=self.config.data.workers, keep_workers=True
         )
         while self.step < self.total_steps and not self.best.is_over:
             epoch, done = divmod(self.step, self.steps_per_epoch)
-            self.sampler.set_epoch(epoch, start_batch=done * accumulate)
+            self.sampler.set_epoch(epoch, start_batch=done * accumulation_steps)
             micro_batches: list[Batch] = []
             for batch in loader:
                 micro_batches.append(batch)
-                if len(micro_batches) == accumulate:
+                if len(micro_batches) == accumulation_steps:
                     yield micro_batches
                     micro_batches = []
                     if self.step >= self.total_steps or self.best.is_over:
@@ -314,7 +315,7 @@ class Trainer:
         """One optimiser step. Returns the losses, their weighted sum `loss`, the gradient norm and the learning rates;
         and the number of a signal that any process received, or 0.
         """
-        accelerator, detector, clip_norm = self.accelerator, self.config.detector, self.config.train.clip_norm
+        accelerator, detector, max_grad_norm = self.accelerator, self.config.detector, self.config.train.max_grad_norm
         objectives = objective_weights(self.config, self.total_steps, self.step)
         self.model.train()
         logged: dict[str, Tensor] = {}
@@ -346,7 +347,7 @@ class Trainer:
                     logged[name] = logged.get(name, 0) + total / divisor
                     logged["loss"] = logged.get("loss", 0) + weights[name] * total / divisor
                 accelerator.backward(loss)
-        max_norm = math.inf if clip_norm is None else clip_norm
+        max_norm = math.inf if max_grad_norm is None else max_grad_norm
         logged["grad_norm"] = accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
         # the only host-device synchronisation in this function: the values are checked before the update
         numbers = torch.stack([value.float() for value in logged.values()]).tolist()
@@ -423,7 +424,7 @@ class Trainer:
         folder = self.output / "checkpoints" / f"step_{self.step:08d}"
         position = {name: getattr(self, name) for name in self.POSITION}
         position |= {"order": self.order, "best": self.best.state_dict()}
-        keep = self.config.train.keep_checkpoints
+        keep = self.config.train.save_total_limit
         checkpoints.save_state(self.accelerator, folder, *self.parts, position=position, keep=keep)
         self.saved_step = self.step
 
@@ -508,7 +509,7 @@ class BestModel:
         is_measured = self.metric in metrics or (has_details and str(found.whole) in metrics)
         if not is_measured or (found is not None and found.is_constant):
             names = [name for name in metrics if (other := MetricName.read(name)) is None or not other.is_constant]
-            check_name(self.metric, names, "train.keep_best")
+            check_name(self.metric, names, "train.metric_for_best_model")
 
     def judge(self, step: int, metrics: Mapping[str, Any]) -> bool:
         """Whether the model of this step is the best so far; False if the step was evaluated before."""

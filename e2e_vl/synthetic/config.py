@@ -1,4 +1,4 @@
-"""Settings of the synthetic data: scenes, language, and errors of the imitated detector."""
+"""Config of the synthetic data: scenes, language, and errors of the imitated detector."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from detector.config import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt
 from detector.errors import UserError
-from e2e_vl.parts import Settings
+from e2e_vl.registry import Config
 
 Shape = Literal["circle", "square", "triangle", "star", "cross", "diamond"]
 Colour = Literal["red", "yellow", "green", "blue", "purple", "white"]
@@ -24,7 +24,7 @@ _NotEmpty = Meta(min_length=1)
 _Range = tuple[PositiveInt, PositiveInt]  # least and most
 
 
-class SceneConfig(Settings, frozen=True):
+class SceneConfig(Config, frozen=True):
     """What scenes contain."""
 
     min_side: PositiveInt = 128  # height and width of a scene are drawn from this range, pixels
@@ -50,7 +50,7 @@ class SceneConfig(Settings, frozen=True):
         return {"shape": self.shapes, "colour": self.colours, "texture": self.textures, "size": SIZES}
 
 
-class LanguageConfig(Settings, frozen=True):
+class LanguageConfig(Config, frozen=True):
     """How scenes are described.
 
     The families of expressions are attribute ("big striped star"), superlative ("smallest red thing"), comparison
@@ -71,7 +71,7 @@ class LanguageConfig(Settings, frozen=True):
     pair_families: Annotated[tuple[PairFamily, ...], _NotEmpty] = PAIR_FAMILIES  # what NLVR2's sentences say
 
 
-class ImitatedDetectorConfig(Settings, frozen=True):
+class ImitatedDetectorConfig(Config, frozen=True):
     """Errors of the imitated detector."""
 
     missed: Fraction = 0.04  # share of objects without a detection
@@ -79,7 +79,7 @@ class ImitatedDetectorConfig(Settings, frozen=True):
     false_alarms: NonNegativeInt = 3  # maximum number of boxes per image without an object
 
 
-class SyntheticConfig(Settings, frozen=True):
+class GeneratorConfig(Config, frozen=True):
     """`data.synthetic.config`."""
 
     scene: SceneConfig = SceneConfig()

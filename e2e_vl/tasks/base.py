@@ -18,13 +18,13 @@ from detector.errors import UserError
 from detector.images import load_image
 from detector.structures import Detector
 from e2e_vl.drawing import draw_boxes
-from e2e_vl.examples import Preprocessor
 from e2e_vl.predictions import ONLY_PHRASES, Box, PhrasesOnly, Prediction, Ranked
+from e2e_vl.preprocessing import Preprocessor
 from e2e_vl.region_masking import RegionMasking
 from e2e_vl.samples import DatasetInfo, Question, Sample
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.tasks.answers import AnswerVocabulary
-from e2e_vl.tasks.config import MaskAt, NewLayers
+from e2e_vl.tasks.config import InitScheme, MaskAt
 from e2e_vl.tasks.submission import Submission
 from e2e_vl.text import TextTokenizer
 
@@ -48,7 +48,7 @@ class Sizes:
             self.summary_size = self.hidden_size
 
 
-def init_head(linears: Iterable[nn.Linear], start: NewLayers | float) -> None:
+def init_head(linears: Iterable[nn.Linear], start: InitScheme | float) -> None:
     """Initialise a head; all biases are zero. `start`: "official": Xavier uniform weights, as in the official VL-BERT
     code. "normal": N(0, 0.02), as in the paper for all new layers. A number: N(0, number).
     """
@@ -85,7 +85,7 @@ class Head(nn.Module):
         hidden_size: int,
         outputs: int | None,
         dropout: float,
-        start: NewLayers | float,
+        start: InitScheme | float,
         *,
         transform: Transform | None = None,
     ):
@@ -221,7 +221,7 @@ class Task(nn.Module, abc.ABC):
     # of a task whose config has `answers`, a vocabulary that may be built from the data with `min_answer_count`
     vocabulary_class: ClassVar[type[AnswerVocabulary] | None] = None
     blind_without_boxes: ClassVar[bool] = False  # the image-blind control gets no candidate boxes either
-    starts_from: ClassVar[HeadInit | None] = None  # initialisation of its head from another task's; None: impossible
+    init_from: ClassVar[HeadInit | None] = None  # initialisation of its head from another task's; None: impossible
     transferable: ClassVar[tuple[str, ...]] = ()  # parameter prefixes that may initialise other tasks' heads
     # the embedding of the second text segment is initialised from the first, the only one that was pre-trained
     # (official VL-BERT code)

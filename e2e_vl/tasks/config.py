@@ -9,15 +9,15 @@ from msgspec import Meta
 
 from detector.config import Dropout, Fraction, NonNegativeFloat, PositiveInt
 from detector.errors import UserError
-from e2e_vl.parts import OBJECTIVES, TASKS, Settings, check_name, decode
+from e2e_vl.registry import OBJECTIVES, TASKS, Config, check_name, decode
 
-NewLayers = Literal["official", "normal"]
+InitScheme = Literal["official", "normal"]
 MaskAt = Literal["corners", "centres"]
 
 # Tasks on regions and phrases
 
 
-class ReferringConfig(Settings, frozen=True):
+class ReferringConfig(Config, frozen=True):
     """RefCOCO. The defaults are those of the official VL-BERT code."""
 
     dropout: Dropout = 0.0  # dropout between the two Linears of the head
@@ -29,21 +29,21 @@ class ReferringConfig(Settings, frozen=True):
     plus_one: bool = True  # in that IoU, add one pixel to widths and heights: (x2 - x1 + 1) * (y2 - y1 + 1)
     positive_weight: NonNegativeFloat = 1.0  # weight of positive regions in the binary loss
     # the box of the whole image is a candidate like any other. False: it is neither trained nor predicted, unless a
-    # text has no other region and `no_region_is_miss` is off.
+    # text has no other region and `allow_no_regions` is off.
     whole_image_can_win: bool = True
     # a text without regions counts as a wrong answer (`box` None) instead of an error, for detectors that may find
     # nothing
-    no_region_is_miss: bool = False
+    allow_no_regions: bool = False
     # a learned score of "none of these" competes with the regions, for expressions that may refer to nothing (gRefCOCO)
     null_candidate: bool = False
-    new_layers: NewLayers = "official"  # initialisation of the head, see `e2e_vl.tasks.base.init_head`
+    head_init: InitScheme = "official"  # initialisation of the head, see `e2e_vl.tasks.base.init_head`
     # how `metrics` compares boxes, see `e2e_vl.metrics.refcoco`
     iou_convention: Literal["mattnet", "vlbert", "strict", "same_annotation"] = "mattnet"
     # how `f1_precision` of gRefCOCO matches boxes: by generalised IoU >= 0.5 (official), or by `iou_convention`
     f1_overlap: Literal["generalized_iou", "iou"] = "generalized_iou"
 
 
-class Flickr30KConfig(Settings, frozen=True):
+class Flickr30KConfig(Config, frozen=True):
     """Flickr30K Entities. The defaults are those of the official VisualBERT code."""
 
     # the query of a phrase: the state of its last wordpiece (official), of its first, or the mean of all
@@ -60,10 +60,10 @@ class Flickr30KConfig(Settings, frozen=True):
     # the box of the whole image is a candidate like any other. False: it is neither trained nor predicted, unless a
     # text has no other region.
     whole_image_can_win: bool = False
-    new_layers: NewLayers = "normal"  # initialisation of the head, see `e2e_vl.tasks.base.init_head`
+    head_init: InitScheme = "normal"  # initialisation of the head, see `e2e_vl.tasks.base.init_head`
 
 
-class DetectionConfig(Settings, frozen=True):
+class DetectionConfig(Config, frozen=True):
     """Detection. The threshold is for the score of a single image and pictures; the metrics are COCO's."""
 
     # minimum IoU of a detection with an object of its category
@@ -73,7 +73,7 @@ class DetectionConfig(Settings, frozen=True):
 # Tasks on whole texts
 
 
-class AnswerConfig(Settings, frozen=True):
+class AnswerConfig(Config, frozen=True):
     """All tasks with an answer vocabulary. The defaults are those of the official VL-BERT code."""
 
     # the answer vocabulary; an answer's position is its class. May also be a file, see
@@ -93,11 +93,11 @@ class AnswerConfig(Settings, frozen=True):
     # (official).
     skip_unlisted: bool = False
     # initialise each row of the last Linear with the mean embedding of the answer's wordpieces (official)
-    initialise_from_words: bool = True
+    init_from_words: bool = True
     # the head has a hidden layer with GELU and LayerNorm; False: dropout and one Linear (official VisualBERT code)
     hidden_layer: bool = True
     head_width: PositiveInt = 1  # width of that hidden layer, as a multiple of the summary's (LXMERT: 2)
-    new_layers: NewLayers = "official"  # initialisation of the head, see `e2e_vl.tasks.base.init_head`
+    head_init: InitScheme = "official"  # initialisation of the head, see `e2e_vl.tasks.base.init_head`
     top_answers: PositiveInt = 5  # number of best answers in a prediction
     # `<unk>` may be predicted, as in the test file of the official VisualBERT code (but not in its validation)
     unknown_can_win: bool = False
@@ -122,15 +122,15 @@ class GQAConfig(AnswerConfig, frozen=True):
     unlisted_is_first: bool = False
     min_answer_count: PositiveInt = 1  # all 1,842 answers of the balanced questions of train and val
     dropout: Dropout = 0.0
-    initialise_from_words: bool = False
+    init_from_words: bool = False
     head_width: PositiveInt = 2
-    new_layers: NewLayers = "normal"
+    head_init: InitScheme = "normal"
     # compute the attention on the regions of the objects in a question and its answer; needs `data.config.grounding`,
     # which reads their boxes
     grounding: bool = False
 
 
-class NLVR2Config(Settings, frozen=True):
+class NLVR2Config(Config, frozen=True):
     """The defaults are those of the official VisualBERT code."""
 
     dropout: Dropout = 0.1  # dropout before the last Linear (LXMERT: 0)
@@ -139,7 +139,7 @@ class NLVR2Config(Settings, frozen=True):
     # "softmax": cross entropy over the two classes (official VisualBERT and LXMERT code). "sigmoid": binary cross
     # entropy of one score (LXMERT's paper).
     loss: Literal["softmax", "sigmoid"] = "softmax"
-    new_layers: NewLayers = "normal"  # initialisation of the head, see `e2e_vl.tasks.base.init_head`
+    head_init: InitScheme = "normal"  # initialisation of the head, see `e2e_vl.tasks.base.init_head`
 
 
 NEUTRAL_NAMES = (
@@ -148,34 +148,34 @@ NEUTRAL_NAMES = (
 )
 
 
-class VCRConfig(Settings, frozen=True):
+class VCRConfig(Config, frozen=True):
     """The defaults are those of the official VL-BERT code."""
 
     people_names: Annotated[tuple[str, ...], Meta(min_length=1)] = NEUTRAL_NAMES  # names for people, used in turn
     # "box": people get names in the order of their boxes. "mention": in the order in which sentences mention them (R2C,
     # official VisualBERT code).
-    names_by: Literal["box", "mention"] = "box"
+    name_order: Literal["box", "mention"] = "box"
     # with "mention": people mentioned only in a choice get names from the first one again, so that two people may share
     # a name (a bug in R2C's code, and in the official VisualBERT code)
     names_restart_in_choices: bool = False
     # with "box", in training: start at a random name (the official code continues from question to question); False:
     # always start at the first name
-    turn_names: bool = True
+    rotate_names: bool = True
     join_word: str | None = "and"  # between several objects; None leaves it out (R2C)
     # words that refer to an object get its region's vector; False: all words get the vector of the whole image
     ground_words: bool = True
     # where: "pieces", at all wordpieces of an object's name; "word_number", at the position equal to the name's word
     # number before wordpiece tokenization, see `rows_by_word_number` (official VisualBERT code)
-    ground_at: Literal["pieces", "word_number"] = "pieces"
+    grounding_position: Literal["pieces", "word_number"] = "pieces"
     # question and choice together are truncated to this number of wordpieces, not counting [CLS] and [SEP]
     max_pieces: Annotated[int, Meta(ge=2)] = 64
     # "longer" removes the last pieces of the longer text, see `truncate_answers` and `truncate_rationales`, but not of
     # rationales without a label (official); "fronts" removes the first pieces of both the choice and the text before
     # it, see `truncate_fronts`
-    cut: Literal["longer", "fronts"] = "longer"
+    truncation: Literal["longer", "fronts"] = "longer"
     # with "fronts": only the choice is truncated (a bug in the official VisualBERT code, which takes the length of a
     # pair for the length of the text before the choice)
-    cut_choices_only: bool = False
+    truncate_choices_only: bool = False
     mask_size: PositiveInt | None = 14  # size of the instance masks and of the detector's RoI maps; None = no masks
     # a mask cell belongs to the object if its upper left corner does or, as in R2C's and VisualBERT's code, its centre
     mask_at: MaskAt = "corners"
@@ -188,18 +188,20 @@ class VCRConfig(Settings, frozen=True):
     num_classes: PositiveInt = 81  # C, region classes, including the whole image (class 0)
     region_dropout: Dropout = 0.0  # dropout between the two Linears of that classification
     initializer_range: NonNegativeFloat = 0.02  # standard deviation of their initialisation
-    new_layers: NewLayers = "official"  # initialisation of the head, see `e2e_vl.tasks.base.init_head`
+    head_init: InitScheme = "official"  # initialisation of the head, see `e2e_vl.tasks.base.init_head`
 
 
 # Pre-training objectives
 
 
-class ObjectiveConfig(Settings, frozen=True):
+class ObjectiveConfig(Config, frozen=True):
     """Base of the objectives' configs. A weight of 0 turns an objective off."""
 
     name: ClassVar[str] = "<name>"  # its key in `objectives`
     weight: NonNegativeFloat = 0.0
-    begin: Fraction = 0.0  # share of the schedule before which its weight in training is 0 (LXMERT's paper: 0.5)
+    start_fraction: Fraction = (
+        0.0  # share of the schedule before which its weight in training is 0 (LXMERT's paper: 0.5)
+    )
 
     @classmethod
     def key(cls, field: str) -> str:
@@ -250,7 +252,7 @@ class RelationshipConfig(ObjectiveConfig, frozen=True):
     probability: Annotated[float, Meta(gt=0, lt=1)] = 0.5
     # "single": each caption alone. "pair": each caption is followed by a second one, either of the same image or of
     # another. "labelled": texts are unchanged, and the data have labels.
-    texts: Literal["single", "pair", "labelled"] = "single"
+    text_format: Literal["single", "pair", "labelled"] = "single"
 
 
 class ObjectLabelsConfig(ObjectiveConfig, frozen=True):
@@ -295,10 +297,10 @@ class ImageQAConfig(ObjectiveConfig, frozen=True):
     head_width: PositiveInt = 2  # width of the head's hidden layer, as a multiple of the summary's
 
 
-class ChoiceTextsConfig(Settings, frozen=True):
+class ChoiceTextsConfig(Config, frozen=True):
     """Preprocessing of questions with several choices, of which one is used."""
 
-    task: str  # the task that encodes and truncates the texts, a key of TASKS in e2e_vl/parts.py
+    task: str  # the task that encodes and truncates the texts, a key of TASKS in e2e_vl/registry.py
     config: Any = {}  # config of that task
     # "random": a random choice in each epoch. "in_turn": for text i always choice i modulo the number of choices (a bug
     # in VisualBERT's code)
@@ -309,11 +311,11 @@ class ChoiceTextsConfig(Settings, frozen=True):
         msgspec.structs.force_setattr(self, "config", decode(self.config, TASKS[self.task].config_class, "config"))
 
 
-class PretrainingConfig(Settings, frozen=True):
+class PretrainingConfig(Config, frozen=True):
     """Masking and objectives; the defaults follow the official code."""
 
-    # name of an objective, see `OBJECTIVES` in `e2e_vl/parts.py` -> its config, or only its weight; a weight of 0 turns
-    # it off. Objectives that are not listed have their default config.
+    # name of an objective, see `OBJECTIVES` in `e2e_vl/registry.py` -> its config, or only its weight; a weight of 0
+    # turns it off. Objectives that are not listed have their default config.
     objectives: dict[str, Any] = {}
     region_probability: Fraction = 0.15  # probability that a region is chosen for prediction
     # probability that a chosen region is masked; 1.0 in the paper
@@ -340,7 +342,7 @@ class PretrainingConfig(Settings, frozen=True):
     max_length: Annotated[int, Meta(ge=3)] | None = 64
     # how pairs of texts longer than data.max_text_length are truncated, see `TextTokenizer.pair`; "fronts_too_much" is
     # as in VisualBERT's code, and "fronts" the same without its sign error
-    cut_pairs: Literal["ends", "fronts", "fronts_too_much"] = "ends"
+    pair_truncation: Literal["ends", "fronts", "fronts_too_much"] = "ends"
     # which part of the masked-language-modelling head is initialised from a BERT in task.weights: the whole "head", or
     # only its output "bias" (official LXMERT code, whose pre-training from scratch keeps BERT's bias)
     word_start: Literal["head", "bias"] = "head"

@@ -23,14 +23,16 @@ from detector.boxes import pairwise_iou, rescale_detections
 from detector.errors import UserError
 from detector.structures import Detector
 from e2e_vl.drawing import BLUE, GREEN, RED, Colour, draw_boxes
-from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, stacked
 from e2e_vl.io import Id, Score
 from e2e_vl.predictions import Box, Prediction, TrueObject
+from e2e_vl.preprocessing import EncodedText, GeneratorFactory, Preprocessor
 from e2e_vl.samples import CategorisedObjects, DatasetInfo, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
+from e2e_vl.targets import Targets, stacked
 from e2e_vl.tasks.base import PredictionSummary, Task, load_predicted_image
 from e2e_vl.tasks.config import DetectionConfig
 from e2e_vl.text import TextTokenizer
+from e2e_vl.transforms import LoadedImage
 
 SHOWN_SCORE = 0.5  # of detections, for the score of a single image and pictures
 
@@ -157,11 +159,11 @@ class DetectionPreprocessor(Preprocessor):
 
     @override
     def encode_text(
-        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
-    ) -> Iterable[TextExample]:
+        self, text: SampleText, sample: Sample, images: Sequence[LoadedImage], make_generator: GeneratorFactory
+    ) -> Iterable[EncodedText]:
         record = self.record(text, images)
         targets = CategoryTargets(np.array(text.truth.category_ids, dtype=np.int64))
-        yield TextExample(self.text_tokenizer.single(()), text.image_index, record, targets)
+        yield EncodedText(self.text_tokenizer.single(()), text.image_index, record, targets)
 
 
 class DetectionTask(Task):

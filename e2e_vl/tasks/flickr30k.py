@@ -21,17 +21,6 @@ from typing_extensions import override
 
 from detector.structures import Loss
 from e2e_vl.drawing import PALETTE, draw_boxes
-from e2e_vl.examples import (
-    GeneratorFactory,
-    ImageExample,
-    Preprocessor,
-    Ragged,
-    Targets,
-    TextExample,
-    find_wordpieces,
-    nested,
-    ragged,
-)
 from e2e_vl.metrics.flickr30k import (
     Flickr30KPrediction,
     correct_candidates,
@@ -40,13 +29,16 @@ from e2e_vl.metrics.flickr30k import (
     write_submission,
 )
 from e2e_vl.predictions import Box, box_text
+from e2e_vl.preprocessing import EncodedText, GeneratorFactory, Preprocessor, find_wordpieces
 from e2e_vl.samples import EntityPhrases, Question, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
+from e2e_vl.targets import Ragged, Targets, nested, ragged
 from e2e_vl.tasks.base import PredictionSummary, Task, candidate_regions, init_head, load_predicted_image
 from e2e_vl.tasks.config import Flickr30KConfig
 from e2e_vl.tasks.phrase_head import grounding_loss, log_attention_of, overlapping
 from e2e_vl.tasks.submission import Submission
 from e2e_vl.text import TextTokenizer
+from e2e_vl.transforms import LoadedImage
 
 _BRACKETS = re.compile(r"\[([^\[\]]+)\]")  # phrases in a user's text
 NO_PHRASES = EntityPhrases((), None, entities=(), types=())
@@ -85,8 +77,8 @@ class Flickr30KPreprocessor(Preprocessor):
 
     @override
     def encode_text(
-        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
-    ) -> Iterable[TextExample]:
+        self, text: SampleText, sample: Sample, images: Sequence[LoadedImage], make_generator: GeneratorFactory
+    ) -> Iterable[EncodedText]:
         [image] = images
         pieces, places, _ = self.text_tokenizer.encode(text.words, mirrored=image.image_transform.flipped)
         encoding = self.text_tokenizer.single(pieces)
@@ -103,7 +95,7 @@ class Flickr30KPreprocessor(Preprocessor):
         targets = Flickr30KTargets(spans=np.array(found, dtype=np.int64).reshape(-1, 2))
         if truth.boxes is not None:
             targets.boxes = [image.image_transform.transform_boxes(boxes).astype(np.float32) for boxes in truth.boxes]
-        yield TextExample(encoding, text.image_index, record, targets)
+        yield EncodedText(encoding, text.image_index, record, targets)
 
 
 def first_occurrence(words: str, span: tuple[int, int]) -> tuple[int, int]:
@@ -130,7 +122,7 @@ class Flickr30KTask(Task):
         self.config = config or Flickr30KConfig()
         width = self.config.num_heads * self.config.head_size
         self.query, self.key = (nn.Linear(hidden_size, width) for _ in range(2))
-        init_head([self.query, self.key], self.config.new_layers)
+        init_head([self.query, self.key], self.config.head_init)
 
     def preprocessor(self, text_tokenizer: TextTokenizer) -> Flickr30KPreprocessor:
         return Flickr30KPreprocessor(text_tokenizer, self.config)

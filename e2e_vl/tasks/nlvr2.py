@@ -28,15 +28,17 @@ from detector.images import load_image
 from detector.io import write_text
 from detector.structures import Loss
 from e2e_vl.drawing import draw_side_by_side
-from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, stacked
 from e2e_vl.io import Score
 from e2e_vl.predictions import Prediction, Ranked, require_distinct_texts
+from e2e_vl.preprocessing import EncodedText, GeneratorFactory, Preprocessor
 from e2e_vl.samples import CorrectChoice, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
+from e2e_vl.targets import Targets, stacked
 from e2e_vl.tasks.base import Head, PredictionSummary, Sizes, Task, Transform
 from e2e_vl.tasks.config import NLVR2Config
 from e2e_vl.tasks.submission import Submission
 from e2e_vl.text import TextTokenizer
+from e2e_vl.transforms import LoadedImage
 
 IMAGES = (0, 1)  # left and right
 LABELS = ("False", "True")  # as in the official files
@@ -126,12 +128,12 @@ class NLVR2Preprocessor(Preprocessor):
 
     @override
     def encode_text(
-        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
-    ) -> Iterable[TextExample]:
+        self, text: SampleText, sample: Sample, images: Sequence[LoadedImage], make_generator: GeneratorFactory
+    ) -> Iterable[EncodedText]:
         encoding = self.text_tokenizer.single(self.text_tokenizer.pieces(text.words))
         names = [images[row].name for row in text.image_index]
         targets = NLVR2Targets(np.int64(text.truth.number) if isinstance(text.truth, CorrectChoice) else None)
-        yield TextExample(
+        yield EncodedText(
             encoding, text.image_index, self.record(text, images, encoding) | {"file_names": names}, targets
         )
 
@@ -151,7 +153,7 @@ class NLVR2Task(Task):
         self.config = config or NLVR2Config()
         transform = Transform(summary_size, norm=True) if self.config.hidden_layer else None
         outputs = len(LABELS) if self.config.loss == "softmax" else None
-        self.head = Head(summary_size, outputs, self.config.dropout, self.config.new_layers, transform=transform)
+        self.head = Head(summary_size, outputs, self.config.dropout, self.config.head_init, transform=transform)
 
     @classmethod
     def build(cls, sizes: Sizes, config: NLVR2Config) -> Self:

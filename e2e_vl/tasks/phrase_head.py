@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from detector.boxes import area
 from detector.structures import Loss
-from e2e_vl.examples import PhraseBatch, Ragged, find_characters
+from e2e_vl.phrases import PhraseBatch, find_characters
 from e2e_vl.predictions import GroundedPhrase, Prediction
 from e2e_vl.structures import Batch, IntermediateStates, ModelOutput, PhraseOutput, TextRegions, at_least_float32
+from e2e_vl.targets import Ragged
 from e2e_vl.tasks.base import init_head
 
 MIN_IOU = 0.5

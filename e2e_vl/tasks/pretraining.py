@@ -18,11 +18,12 @@ from typing_extensions import override
 
 from detector.errors import UserError
 from detector.structures import Detector
-from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, by_name
-from e2e_vl.parts import OBJECTIVES, TASKS
+from e2e_vl.preprocessing import EncodedText, GeneratorFactory, Preprocessor
 from e2e_vl.region_masking import RegionMasking
+from e2e_vl.registry import OBJECTIVES, TASKS
 from e2e_vl.samples import ChoiceText, CorrectChoice, DatasetInfo, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
+from e2e_vl.targets import Targets, by_name
 from e2e_vl.tasks.answers import AnswerVocabulary
 from e2e_vl.tasks.base import HeadInit, InstanceMasks, PredictionSummary, Sizes, Task, Transform, init_head
 from e2e_vl.tasks.config import PretrainingConfig
@@ -38,6 +39,7 @@ from e2e_vl.tasks.objectives.base import (
     TextDraft,
 )
 from e2e_vl.text import TextEncoding, TextTokenizer, Truncation, word_pieces
+from e2e_vl.transforms import LoadedImage
 
 WORD_BIAS = "word_head.bias"  # the parameter
 
@@ -59,7 +61,7 @@ class PretrainingPreprocessor(Preprocessor):
     prediction_class = PretrainingPrediction
     learns_from = (object,)
     parts: Mapping[str, ObjectivePreprocessor] = dataclasses.field(default_factory=dict)
-    cut_pairs: Truncation = "ends"
+    pair_truncation: Truncation = "ends"
     choices: Preprocessor | None = None  # of a task that encodes each choice of a question; None: other data sets
     drawn: Literal["random", "in_turn"] = "random"  # which choice is used, see `ChoiceTextsConfig`
 
@@ -69,8 +71,8 @@ class PretrainingPreprocessor(Preprocessor):
 
     @override
     def encode_text(
-        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
-    ) -> Iterable[TextExample]:
+        self, text: SampleText, sample: Sample, images: Sequence[LoadedImage], make_generator: GeneratorFactory
+    ) -> Iterable[EncodedText]:
         own, other = make_generator(text.index).spawn(2)
         draft = TextDraft("" if self.text_tokenizer.is_blank else text.words, sample, text=text)
         region_of_token = other_words = None
@@ -85,7 +87,7 @@ class PretrainingPreprocessor(Preprocessor):
         if self.text_tokenizer.is_blank:
             texts = dict.fromkeys(texts, "")
         record = self.record(text, images, encoding) | texts | draft.record
-        yield TextExample(
+        yield EncodedText(
             *(encoding, text.image_index, record, targets, seed),
             region_of_token=region_of_token,
             other_words=other_words,
@@ -93,7 +95,7 @@ class PretrainingPreprocessor(Preprocessor):
         for part in self.parts.values():
             for extra, extra_encoding in part.extra_texts(sample, other):
                 targets = self._targets(extra, extra_encoding)
-                yield TextExample(extra_encoding, (), {}, targets, seed=0, other_words=extra.words)
+                yield EncodedText(extra_encoding, (), {}, targets, seed=0, other_words=extra.words)
 
     def _encode_words(self, draft: TextDraft, generator: np.random.Generator) -> TextEncoding:
         tokenizer = self.text_tokenizer
@@ -108,17 +110,17 @@ class PretrainingPreprocessor(Preprocessor):
         if draft.second is None:
             return tokenizer.single(draft.ids)
         first = sum(map(len, words[0]))
-        return tokenizer.pair(draft.ids[:first], draft.ids[first:], self.cut_pairs)
+        return tokenizer.pair(draft.ids[:first], draft.ids[first:], self.pair_truncation)
 
     def _encode_choice(
         self,
         draft: TextDraft,
-        images: Sequence[ImageExample],
+        images: Sequence[LoadedImage],
         make_generator: GeneratorFactory,
         generator: np.random.Generator,
     ) -> tuple[TextEncoding, Int64[np.ndarray, " L"] | None]:
         """Encode a question with one of its choices; each wordpiece is masked as a separate word. Returns the encoding,
-        and the candidate box of each wordpiece (-1 = none), see `TextExample.region_of_token`.
+        and the candidate box of each wordpiece (-1 = none), see `EncodedText.region_of_token`.
         """
         if self.choices is None:
             raise UserError("The data set has questions with choices; set task.config.choices.task to their task.")
@@ -161,7 +163,7 @@ class PretrainingTask(Task):
     batches_questions = False  # predictions for [MASK] and masked regions are made for one text at a time
     prediction_class = PretrainingPrediction
     transferable = ("",)
-    starts_from = HeadInit(
+    init_from = HeadInit(
         copies={"word_head.": "word_head.", "relationship.": "relationship."},
         random=("",),
         region_classes=("masked_regions.output.",),
@@ -174,7 +176,7 @@ class PretrainingTask(Task):
         predicts_regions = any(objective.predicts_regions for objective in objectives.values())
         self.region_masking = RegionMasking(config, predicts_regions)
         if config.word_start == "bias":
-            self.starts_from = dataclasses.replace(type(self).starts_from, copies={WORD_BIAS: WORD_BIAS})
+            self.init_from = dataclasses.replace(type(self).init_from, copies={WORD_BIAS: WORD_BIAS})
         self.objectives = dict(objectives)  # registered as modules below
         self.wordpieces = [f"wordpiece {number}" for number in range(sizes.vocab_size)]  # until `initialise`
         self.word_head = None
@@ -216,7 +218,7 @@ class PretrainingTask(Task):
         choices = drawn = None
         if self.choice_preprocessor is not None:
             choices, drawn = self.choice_preprocessor(text_tokenizer), self.config.choices.drawn
-        return PretrainingPreprocessor(text_tokenizer, parts, self.config.cut_pairs, choices, drawn)
+        return PretrainingPreprocessor(text_tokenizer, parts, self.config.pair_truncation, choices, drawn)
 
     def question(self, question: Question) -> Sample:
         masks_boxes = question.boxes_to_mask is not None and len(question.boxes_to_mask) > 0

@@ -22,16 +22,18 @@ from typing_extensions import override
 
 from detector.errors import UserError
 from detector.structures import Detector, Loss
-from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, stacked
 from e2e_vl.metrics.gqa import GQAPrediction
 from e2e_vl.metrics.vqa import UNKNOWN, VQAPrediction
 from e2e_vl.predictions import Prediction, Ranked
+from e2e_vl.preprocessing import EncodedText, GeneratorFactory, Preprocessor
 from e2e_vl.samples import DatasetInfo, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
+from e2e_vl.targets import Targets, stacked
 from e2e_vl.tasks.answers import AnswerVocabulary
 from e2e_vl.tasks.base import Head, HeadInit, Sizes, Task, Transform
 from e2e_vl.tasks.config import AnswerConfig
 from e2e_vl.text import TextTokenizer, simplify_answer
+from e2e_vl.transforms import LoadedImage
 
 MANY_UNKNOWN = 0.5  # share of questions that triggers a warning
 logger = logging.getLogger(__name__)
@@ -105,8 +107,8 @@ class AnswerPreprocessor(Preprocessor):
 
     @override
     def encode_text(
-        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
-    ) -> Iterable[TextExample]:
+        self, text: SampleText, sample: Sample, images: Sequence[LoadedImage], make_generator: GeneratorFactory
+    ) -> Iterable[EncodedText]:
         [image] = images
         mirrored = image.image_transform.flipped
         encoding = self.text_tokenizer.question(self.text_tokenizer.pieces(text.words, mirrored=mirrored))
@@ -114,7 +116,7 @@ class AnswerPreprocessor(Preprocessor):
         labels = self.answers.labels_of(text.truth, mirrored=mirrored)
         if labels is not None:
             targets = AnswerTargets(self.answers.targets_of(labels.scores), np.int64(labels.best))
-        yield TextExample(encoding, text.image_index, self.record(text, images, encoding), targets)
+        yield EncodedText(encoding, text.image_index, self.record(text, images, encoding), targets)
 
 
 class AnswerTask(Task):
@@ -123,7 +125,7 @@ class AnswerTask(Task):
     vocabulary_class: ClassVar[type[QuestionVocabulary]]
     blind_without_boxes = True  # the number of boxes reveals the answer to "how many"
     # pre-trained with question answering (LXMERT), or without (VL-BERT)
-    starts_from = HeadInit(
+    init_from = HeadInit(
         copies={"image_qa.head.transform.": "head.transform."},
         answer_rows=("image_qa.head.output.", "head.output."),
         otherwise=HeadInit(copies={"word_head.transform.": "head.transform."}, random=("head.output.",)),
@@ -137,9 +139,9 @@ class AnswerTask(Task):
         self.answers = self.answer_vocabulary.answers
         width = config.head_width * summary_size if config.hidden_layer else summary_size
         transform = Transform(summary_size, norm=True, width=width) if config.hidden_layer else None
-        self.head = Head(width, len(self.answers), config.dropout, config.new_layers, transform=transform)
+        self.head = Head(width, len(self.answers), config.dropout, config.head_init, transform=transform)
         if transform is None:  # only a head with a hidden layer matches the pre-training head
-            self.starts_from = None
+            self.init_from = None
 
     @classmethod
     def build(cls, sizes: Sizes, config: AnswerConfig) -> Self:
@@ -151,7 +153,7 @@ class AnswerTask(Task):
 
     @property
     def needs(self) -> tuple[Ability, ...]:
-        words = (Ability.WORD_EMBEDDINGS,) if self.config.initialise_from_words else ()
+        words = (Ability.WORD_EMBEDDINGS,) if self.config.init_from_words else ()
         return (Ability.SUMMARY_OF_QUESTION, *words)
 
     def preprocessor(self, text_tokenizer: TextTokenizer) -> AnswerPreprocessor:
@@ -163,7 +165,7 @@ class AnswerTask(Task):
     @torch.no_grad()
     def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
         """Initialise the last Linear from word embeddings; rows of answers without wordpieces are unchanged."""
-        if not self.config.initialise_from_words:
+        if not self.config.init_from_words:
             return
         table = encoder.get_input_embeddings().weight
         for row, answer in enumerate(self.answers):

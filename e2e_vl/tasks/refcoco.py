@@ -22,9 +22,9 @@ from detector.boxes import pairwise_iou
 from detector.errors import UserError
 from detector.structures import Loss
 from e2e_vl.drawing import BLUE, GREEN, PALETTE, RED, Colour, draw_boxes
-from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Ragged, Targets, TextExample, ragged
 from e2e_vl.metrics.refcoco import ReferringPrediction, referring_metrics, write_submission
 from e2e_vl.predictions import Box, Ranked, box_text
+from e2e_vl.preprocessing import EncodedText, GeneratorFactory, Preprocessor
 from e2e_vl.samples import Question, ReferredBoxes, Sample, SampleText
 from e2e_vl.structures import (
     Ability,
@@ -36,6 +36,7 @@ from e2e_vl.structures import (
     at_least_float32,
     class_names_of,
 )
+from e2e_vl.targets import Ragged, Targets, ragged
 from e2e_vl.tasks.base import (
     Head,
     HeadInit,
@@ -50,6 +51,7 @@ from e2e_vl.tasks.base import (
 from e2e_vl.tasks.config import ReferringConfig
 from e2e_vl.tasks.submission import Submission
 from e2e_vl.text import TextTokenizer
+from e2e_vl.transforms import LoadedImage
 
 NOTHING = "nothing fits"  # the answer of the null candidate
 OTHER_COLOURS = PALETTE[3:]  # for phrases: no green, blue or red
@@ -86,8 +88,8 @@ class ReferringPreprocessor(Preprocessor):
 
     @override
     def encode_text(
-        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
-    ) -> Iterable[TextExample]:
+        self, text: SampleText, sample: Sample, images: Sequence[LoadedImage], make_generator: GeneratorFactory
+    ) -> Iterable[EncodedText]:
         [image] = images
         pieces = self.text_tokenizer.pieces(text.words, mirrored=image.image_transform.flipped)
         encoding = self.text_tokenizer.single(pieces)
@@ -97,7 +99,7 @@ class ReferringPreprocessor(Preprocessor):
         targets = ReferringTargets()
         if isinstance(text.truth, ReferredBoxes):
             targets.boxes = image.image_transform.transform_referred_boxes(np.array(text.truth.boxes))
-        yield TextExample(encoding, text.image_index, record, targets)
+        yield EncodedText(encoding, text.image_index, record, targets)
 
 
 class ReferringTask(Task):
@@ -110,16 +112,14 @@ class ReferringTask(Task):
     prediction_class = ReferringPrediction
     example_call = '"photo.jpg", "the small red circle"'
     submission = Submission(write_submission)
-    starts_from = HeadInit(
-        copies={"masked_regions.transform.": "head.transform."}, random=("head.output.", "null_head.")
-    )
+    init_from = HeadInit(copies={"masked_regions.transform.": "head.transform."}, random=("head.output.", "null_head."))
 
     def __init__(self, hidden_size: int, config: ReferringConfig | None = None, summary_size: int | None = None):
         super().__init__()
         self.config = config = config or ReferringConfig()
-        self.head = Head(hidden_size, None, config.dropout, config.new_layers, transform=Transform(hidden_size))
+        self.head = Head(hidden_size, None, config.dropout, config.head_init, transform=Transform(hidden_size))
         if config.null_candidate:
-            self.null_head = Head(summary_size or hidden_size, None, config.dropout, config.new_layers)
+            self.null_head = Head(summary_size or hidden_size, None, config.dropout, config.head_init)
 
     @classmethod
     def build(cls, sizes: Sizes, config: ReferringConfig) -> Self:
@@ -147,7 +147,7 @@ class ReferringTask(Task):
         scores = at_least_float32(self.head(encoded.regions))
         config = self.config
         candidates = candidate_regions(
-            text_regions, whole_image_can_win=config.whole_image_can_win, may_be_empty=config.no_region_is_miss
+            text_regions, whole_image_can_win=config.whole_image_can_win, may_be_empty=config.allow_no_regions
         )
         if config.null_candidate:
             scores = torch.cat([scores, at_least_float32(self.null_head(encoded.summary))[:, None]], dim=1)
@@ -199,12 +199,12 @@ class ReferringTask(Task):
         text_regions = output.text_regions
         regions = text_regions.boxes.shape[1]
         candidates = (logits > -torch.inf)[:, :regions]
-        if not self.config.no_region_is_miss:
+        if not self.config.allow_no_regions:
             for row in (~candidates.any(dim=1)).nonzero().flatten().tolist():
                 names = [batch.images.names[index] for index in batch.image_index[row].tolist() if index >= 0]
                 raise UserError(
                     f"There are no candidate regions in {', '.join(names) or 'a text without an image'}; give "
-                    "boxes, keep at least one detection per image, or set the task's no_region_is_miss."
+                    "boxes, keep at least one detection per image, or set the task's allow_no_regions."
                 )
         boxes = text_regions.original_boxes(batch.images.scales).cpu()
         shares = (logits.sigmoid() if self.config.loss == "binary" else logits.softmax(dim=1)).cpu()

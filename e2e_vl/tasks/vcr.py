@@ -26,9 +26,10 @@ from detector.errors import UserError
 from detector.io import atomic_file
 from detector.structures import Detector, Loss
 from e2e_vl.drawing import draw_boxes
-from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, TextPhrases, stacked
 from e2e_vl.io import Score
+from e2e_vl.phrases import TextPhrases
 from e2e_vl.predictions import ONLY_PHRASES, Box, Prediction, Ranked
+from e2e_vl.preprocessing import EncodedText, GeneratorFactory, Preprocessor
 from e2e_vl.samples import (
     AnnotatedObjects,
     ChoiceText,
@@ -40,6 +41,7 @@ from e2e_vl.samples import (
     Sentence,
 )
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
+from e2e_vl.targets import Targets, stacked
 from e2e_vl.tasks.base import (
     Head,
     HeadInit,
@@ -53,6 +55,7 @@ from e2e_vl.tasks.base import (
 from e2e_vl.tasks.config import NEUTRAL_NAMES, VCRConfig
 from e2e_vl.tasks.submission import SecondRun, Submission
 from e2e_vl.text import TextEncoding, TextTokenizer, truncate_fronts
+from e2e_vl.transforms import LoadedImage
 
 # Metrics and the leaderboard file. Q->A and QA->R are accuracies of the arg-max, and Q->AR is the share of questions
 # with both right (`eval_q2ar.py` of the official R2C code). QA->R is conditioned on the right answer.
@@ -372,8 +375,8 @@ class VCRPreprocessor(Preprocessor):
 
     @override
     def encode_text(
-        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
-    ) -> Iterable[TextExample]:
+        self, text: SampleText, sample: Sample, images: Sequence[LoadedImage], make_generator: GeneratorFactory
+    ) -> Iterable[EncodedText]:
         if not isinstance(text, ChoiceText):
             yield self._encode_without_choices(text, images)
             return
@@ -400,7 +403,7 @@ class VCRPreprocessor(Preprocessor):
         for number, pieces in enumerate(zip(fronts, choices, strict=True)):
             encoding = self.text_tokenizer.pair(*([piece.id for piece in own] for own in pieces))
             region_of_token = None
-            if config.ground_words and config.ground_at == "word_number":
+            if config.ground_words and config.grounding_position == "word_number":
                 region_of_token = rows_by_word_number(encoding, *pieces)
             elif config.ground_words:
                 region_of_token = encoding.place([piece.row for own in pieces for piece in own])
@@ -413,13 +416,13 @@ class VCRPreprocessor(Preprocessor):
             is_correct = None
             if text.truth is not None and text.is_learned:
                 is_correct = np.float32(number == text.truth.number)
-            yield TextExample(
+            yield EncodedText(
                 *(encoding, text.image_index, record, VCRTargets(is_correct)),
                 region_of_token=region_of_token,
                 phrases=phrases,
             )
 
-    def _encode_without_choices(self, text: SampleText, images: Sequence[ImageExample]) -> TextExample:
+    def _encode_without_choices(self, text: SampleText, images: Sequence[LoadedImage]) -> EncodedText:
         """Encode a text of another data set, with phrases but without choices, truncated to `max_pieces`."""
         if not self.lacks_target(text):
             raise UserError(
@@ -429,7 +432,7 @@ class VCRPreprocessor(Preprocessor):
         mirrored = bool(text.image_index) and images[text.image_index[0]].image_transform.flipped
         pieces = self.text_tokenizer.pieces(text.words, mirrored=mirrored)
         encoding = self.text_tokenizer.single(pieces[: self.config.max_pieces])
-        return TextExample(encoding, text.image_index, self.record(text, images, encoding), self.placeholder_targets())
+        return EncodedText(encoding, text.image_index, self.record(text, images, encoding), self.placeholder_targets())
 
     def _object_names(
         self,
@@ -440,7 +443,7 @@ class VCRPreprocessor(Preprocessor):
     ) -> tuple[list[str], list[int]]:
         """The name of each object in the front, and the row of its box (-1 = none)."""
         people, start = self.config.people_names, 0
-        if self.text_tokenizer.training and self.config.turn_names:
+        if self.text_tokenizer.training and self.config.rotate_names:
             # the third random number: the first two are for the image
             start = int(make_generator(text.index).random(3)[2] * len(people))
         kept = range(len(objects)) if candidates is None else candidates
@@ -448,14 +451,14 @@ class VCRPreprocessor(Preprocessor):
         shown_names = name_objects([objects.names[number] for number in kept], people, start)
         for row, (number, name) in enumerate(zip(kept, shown_names, strict=True)):
             names[number], rows[number] = name, row
-        if self.config.names_by == "mention":
+        if self.config.name_order == "mention":
             tokens = [token for sentence in text.query for token in sentence]
             by_mention = name_objects_by_mention(tokens, objects.names, people, {})
             names = [by_mention.get(number, name) for number, name in enumerate(objects.names)]
         return names, rows
 
     def _names_in_choices(self, text: ChoiceText, objects: AnnotatedObjects, names: list[str]) -> list[list[str]]:
-        if self.config.names_by == "box":
+        if self.config.name_order == "box":
             return [names] * len(text.choices)
         tokens = [token for sentence in text.query for token in sentence if isinstance(token, list)]
         named, people = {number: names[number] for token in tokens for number in token}, self.config.people_names
@@ -482,13 +485,13 @@ class VCRPreprocessor(Preprocessor):
             front.append([] if config.blank_question else encode(sentence, names, num_words))
             num_words += len(sentence_words(sentence, names, config.join_word))
         choices = [encode(*named) for named in zip(text.choices, in_choices, strict=True)]
-        if config.cut == "longer" and not _is_unlabelled_rationale(text):
+        if config.truncation == "longer" and not _is_unlabelled_rationale(text):
             cut = truncate_answers if len(front) == 1 else truncate_rationales
             cut(*front, choices, limit)
         query = [piece for sentence in front for piece in sentence]
-        if config.cut_choices_only:
+        if config.truncate_choices_only:
             truncate_choices(query, choices, limit)
-        if config.cut == "longer" or config.cut_choices_only:
+        if config.truncation == "longer" or config.truncate_choices_only:
             return [query] * len(choices), choices
         lost = [truncate_fronts(len(query), len(choice), limit) for choice in choices]
         cut_queries = [query[number:] for number, _ in lost]
@@ -518,7 +521,7 @@ class VCRTask(Task):
         SecondRun(("data.config.condition_on=each",), "--rationale-run", joint_metrics),
     )
     copies_first_segment = True
-    starts_from = HeadInit(
+    init_from = HeadInit(
         copies={"masked_regions.transform.": "region_classifier.transform."},
         difference=("relationship.head.", "head.output."),
         random=("region_classifier.output.", "head.output."),
@@ -527,7 +530,7 @@ class VCRTask(Task):
     def __init__(self, hidden_size: int, config: VCRConfig | None = None, summary_size: int | None = None):
         super().__init__()
         self.config = config = config or VCRConfig()
-        self.head = Head(summary_size or hidden_size, None, config.dropout, config.new_layers)
+        self.head = Head(summary_size or hidden_size, None, config.dropout, config.head_init)
         self.region_classifier = None
         self.instance_masks = InstanceMasks.from_settings(config.mask_size, config.mask_at)
         if config.region_loss_weight > 0:

@@ -5,7 +5,7 @@ The kind of checkpoint is detected from its contents:
 - a run directory, the `model` folder in it, or its `encoder` or `task` folder; an encoder's `save_pretrained` folder;
 - a file, a folder or a hub name that one of the encoder's weight adapters recognises, see `e2e_vl.weights.base`.
 
-`Task.starts_from` defines how a head is initialised from the head of another task. The phrase head is initialised
+`Task.init_from` defines how a head is initialised from the head of another task. The phrase head is initialised
 from the phrase head of another run. Everything else must match; the report lists missing and unused parameters.
 """
 
@@ -26,7 +26,7 @@ from detector.errors import MissingFileError, UserError, first_line, user_path
 from detector.io import read_json, read_yaml
 from detector.weight_names import strip_wrappers
 from e2e_vl.data.answer_lists import ANSWERS_FILE, read_answers
-from e2e_vl.parts import TASKS, decode
+from e2e_vl.registry import TASKS, decode
 from e2e_vl.tasks.base import HeadInit, Task
 from e2e_vl.tasks.phrase_head import PhraseHead
 from e2e_vl.text import load_tokenizer, looks_like_hub_name, simplify_answer
@@ -140,7 +140,7 @@ def load_encoder(encoder: nn.Module, path: str | Path, rules: InitRules) -> Load
 
 
 def load_task(task: Task, path: str | Path, rules: InitRules, *, knows_class_order: bool = True) -> LoadReport:
-    """Initialise a head from that of the same task, or of another task according to `Task.starts_from`.
+    """Initialise a head from that of the same task, or of another task according to `Task.init_from`.
 
     Region classes are reordered if the background is the first class of one head and the last of the other. The
     weights may contain parts that the task does not use. Without `knows_class_order` (the answers were listed from
@@ -155,7 +155,7 @@ def load_task(task: Task, path: str | Path, rules: InitRules, *, knows_class_ord
                 "from annotations in another order; set task.config.answers to the list used in its training."
             )
         return _continue_head(task, source)
-    rule = (task.starts_from or HeadInit()).for_weights(source.tensors)
+    rule = (task.init_from or HeadInit()).for_weights(source.tensors)
     if not any(prefix.startswith(source.transferable) for prefix in rule.takes):
         weights = f"a {source.layout}" if source.task_name is None else f"the head of {source.task_name}"
         raise UserError(
@@ -178,7 +178,7 @@ def load_phrase_head(head: PhraseHead, path: str | Path) -> LoadReport:
 
 def _continue_head(task: Task, source: CheckpointPart) -> LoadReport:
     """Initialise a head from that of the same task."""
-    rule = task.starts_from or HeadInit()
+    rule = task.init_from or HeadInit()
     tensors = source.tensors
     copied = []
     class_rows = {name: value for name, value in tensors.items() if name.startswith(rule.region_classes)}

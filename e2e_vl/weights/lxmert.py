@@ -77,7 +77,7 @@ OFFICIAL_CONFIG = {
     "cross_attention": "shared",
     "with_segments": True,
     "with_lstm": False,
-    "pooled": "tanh",
+    "pooling": "tanh",
     "uses_whole_image": False,
     "named_regions": False,
     "relative_geometry": False,
@@ -154,7 +154,7 @@ def _without_absent(tensors: Mapping[str, Tensor], encoder: nn.Module) -> dict[s
     absent: tuple[str, ...] = ()
     if not encoder.config.with_segments:
         absent += (SEGMENTS,)
-    if encoder.config.pooled != "tanh":
+    if encoder.config.pooling != "tanh":
         absent += ("pooler.",)
     return {name: value for name, value in tensors.items() if not name.startswith(absent)}
 
@@ -208,7 +208,7 @@ TRANSFORMERS_CONFIG = {  # values of our config that transformers' model impleme
     "relative_geometry": False,
     "with_segments": True,
     "with_lstm": False,
-    "pooled": "tanh",
+    "pooling": "tanh",
     "layer_norm_eps": 1e-12,
 }
 # Parts of the pre-training heads (our module names); a part is exported if all its modules exist.

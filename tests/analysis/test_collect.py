@@ -32,7 +32,7 @@ from e2e_vl.analysis.collect import (
     list_word_pairs,
 )
 from e2e_vl.analysis.measures import Measurement
-from e2e_vl.analysis.options import AnalysisOptions
+from e2e_vl.analysis.options import AnalysisConfig
 from e2e_vl.structures import AttentionBlock, AttentionGraph, Batch, EncoderOutput, TextBatch, gather_regions
 
 # [CLS] red star on it [SEP] | three regions. "red star" names region 0 or 1, "it" has no box; a third phrase ("on")
@@ -53,7 +53,7 @@ CAPTION = CaptionAnnotations(
 BOXES = np.array([[0.0, 0, 10, 10], [20, 0, 30, 10], [0, 0, 30, 10]])
 
 
-def view(options: AnalysisOptions) -> MeasureInputs:
+def view(options: AnalysisConfig) -> MeasureInputs:
     right = np.array([find_correct_regions(BOXES, own, options) for own in CAPTION.boxes])
     areas = torch.tensor([100.0, 100, 300])
     return MeasureInputs(CAPTION, 6, BOXES, torch.ones(3, dtype=torch.bool), torch.from_numpy(right), {LARGEST: areas})
@@ -67,14 +67,14 @@ def numbers(found: AttentionStatistics, measure: str = ENTITIES, label: str = AL
 
 def test_several_gold_boxes_are_any_of_them_or_one_around_all():
     def right(**change):
-        return find_correct_regions(BOXES, CAPTION.boxes[0], AnalysisOptions(**change)).tolist()
+        return find_correct_regions(BOXES, CAPTION.boxes[0], AnalysisConfig(**change)).tolist()
 
     assert right() == [True, True, False]
     assert right(gold_boxes="union") == [False, False, True]
     assert right(min_iou=1 / 3) == [True, True, True]  # 100 / 300, inclusive
-    assert not find_correct_regions(BOXES, CAPTION.boxes[1], AnalysisOptions()).any()
+    assert not find_correct_regions(BOXES, CAPTION.boxes[1], AnalysisConfig()).any()
     half = np.array([[0, 0, 10, 20.000001], [0, 0, 10, 20.01]])  # the first is half covered but for rounding
-    assert find_correct_regions(half, np.array([[0.0, 0, 10, 10]]), AnalysisOptions()).tolist() == [True, False]
+    assert find_correct_regions(half, np.array([[0.0, 0, 10, 10]]), AnalysisConfig()).tolist() == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -87,22 +87,22 @@ def test_several_gold_boxes_are_any_of_them_or_one_around_all():
     ],
 )
 def test_phrases_without_boxes_or_regions_are_missed_or_left_out(change, expected):
-    options = AnalysisOptions(**change)
+    options = AnalysisConfig(**change)
     assert counted_phrases(view(options), options).tolist() == expected
 
 
 def test_relations_have_two_directions():
     caption = dataclasses.replace(CAPTION, relations=CAPTION.relations[:1])
-    assert list_word_pairs(caption, AnalysisOptions()) == [(0, 1, "amod"), (1, 0, "amod")]
+    assert list_word_pairs(caption, AnalysisConfig()) == [(0, 1, "amod"), (1, 0, "amod")]
     labelled = [(0, 1, "amod, to its governor"), (1, 0, "amod, from its governor")]
-    assert list_word_pairs(caption, AnalysisOptions(directions="separate")) == labelled
+    assert list_word_pairs(caption, AnalysisConfig(directions="separate")) == labelled
 
 
 def test_w1_is_any_word_of_a_counted_phrase_or_its_head():
     counted = [True, False, False]
-    found = set(list_grounded_pairs(CAPTION, counted, AnalysisOptions()))
+    found = set(list_grounded_pairs(CAPTION, counted, AnalysisConfig()))
     assert found == {(0, 0, "amod"), (1, 0, "amod"), (2, 0, "prep")}  # attending word, phrase
-    head = set(list_grounded_pairs(CAPTION, counted, AnalysisOptions(phrase_word="head")))
+    head = set(list_grounded_pairs(CAPTION, counted, AnalysisConfig(phrase_word="head")))
     assert head == {(0, 0, "amod"), (2, 0, "prep")}  # "red" is not the head of its phrase
 
 
@@ -113,7 +113,7 @@ def test_the_measures_of_a_text():
     maps[0, 0, 2, 7], maps[0, 0, 2, 0] = 0.3, 0.7
     maps[0, 0, 4, 0] = 1.0
     graph = AttentionGraph((0,), frozenset({AttentionBlock.WORDS_TO_REGIONS, AttentionBlock.WORDS_TO_WORDS}))
-    found, options = AttentionStatistics(), AnalysisOptions()
+    found, options = AttentionStatistics(), AnalysisConfig()
     add_text(found, "g", graph, maps, view(options), options)
     half_right = (2, 0.5, pytest.approx((0.3 + 1.0) / 2))
     assert numbers(found) == half_right  # "on" has no right region
@@ -124,7 +124,7 @@ def test_the_measures_of_a_text():
     assert numbers(found, RELATIONS)[0] == 5  # pobj: "it" to "on", whose phrase is counted
     assert numbers(found, DEPENDENCIES)[0] == 6
     assert found.most_common_relations("g", RELATIONS, options) == ["amod", "prep", "pobj"]
-    assert found.most_common_relations("g", RELATIONS, AnalysisOptions(min_count=2, max_relations=1)) == ["amod"]
+    assert found.most_common_relations("g", RELATIONS, AnalysisConfig(min_count=2, max_relations=1)) == ["amod"]
     count_text(found.counts, view(options), options)
     assert found.counts["phrases without a box"] == 1
     assert found.counts["phrases with a box but no correct region"] == 1
@@ -138,7 +138,7 @@ def test_a_mean_is_over_entities_or_over_the_means_of_sentences(mean_over, accur
     graph = AttentionGraph((0,), frozenset({AttentionBlock.WORDS_TO_REGIONS}))
     statistics = AttentionStatistics()
     for without_region in ("miss", "skip"):  # the phrase "on" has no right region
-        options = AnalysisOptions(mean_over=mean_over, without_region=without_region)
+        options = AnalysisConfig(mean_over=mean_over, without_region=without_region)
         add_text(statistics, "g", graph, maps, view(options), options)
     assert numbers(statistics)[1] == pytest.approx(accuracy)
 
@@ -182,7 +182,7 @@ def test_confidences_come_from_the_detector_or_from_the_order_of_a_file(scores, 
     found = {}
     for whole_image in ("excluded", "candidate"):
         one = AttentionStatistics()
-        add_batch(one, model, batch, AnalysisOptions(whole_image=whole_image), sorted_boxes, [0])
+        add_batch(one, model, batch, AnalysisConfig(whole_image=whole_image), sorted_boxes, [0])
         found[whole_image] = one.sums[MeasureKey("g", ENTITIES)]
         assert one.texts[0].region_boxes[1:].tolist() == BOXES.tolist(), "in pixels of the original image"
     sums = found["excluded"]
@@ -202,9 +202,9 @@ def test_a_measure_without_examples_has_no_sums():
 def test_related_words_that_share_a_wordpiece_are_counted_and_left_out():
     caption = dataclasses.replace(CAPTION, word_spans=np.array([[1, 2], [1, 3], [3, 4], [4, 5]]))  # "red" is in "star"
     graph = AttentionGraph((0,), frozenset({AttentionBlock.WORDS_TO_WORDS}))
-    found, shared = AttentionStatistics(), dataclasses.replace(view(AnalysisOptions()), caption=caption)
-    add_text(found, "g", graph, torch.full((1, 1, 9, 9), 1 / 9), shared, AnalysisOptions())
-    count_text(found.counts, shared, AnalysisOptions())
+    found, shared = AttentionStatistics(), dataclasses.replace(view(AnalysisConfig()), caption=caption)
+    add_text(found, "g", graph, torch.full((1, 1, 9, 9), 1 / 9), shared, AnalysisConfig())
+    count_text(found.counts, shared, AnalysisConfig())
     assert numbers(found, DEPENDENCIES)[0] == 4
     assert found.counts["relations skipped in word dependency: the words share a wordpiece"] == 1
 
@@ -236,7 +236,7 @@ LONG = dataclasses.replace(
 def test_the_head_word_of_a_phrase_attends(change, examples, accuracy, attention):
     maps = torch.zeros(1, 1, 9, 9)
     maps[0, 0, 1, 8], maps[0, 0, 2, 7], maps[0, 0, 3, 6], maps[0, 0, 4, 7] = 0.1, 0.8, 0.3, 0.5
-    options = AnalysisOptions(**change)
+    options = AnalysisConfig(**change)
     found, long = AttentionStatistics(), dataclasses.replace(view(options), caption=LONG)
     long.is_correct = torch.tensor([[True, False, False], [False, True, False]])
     add_text(found, "g", AttentionGraph((0,), frozenset({AttentionBlock.WORDS_TO_REGIONS})), maps, long, options)
@@ -247,7 +247,7 @@ def test_the_head_word_of_a_phrase_attends(change, examples, accuracy, attention
 
 
 def test_a_phrase_has_no_head_word_without_a_parse_and_the_first_of_several():
-    head = AnalysisOptions(entity_piece="head")
+    head = AnalysisConfig(entity_piece="head")
     assert choose_queries(dataclasses.replace(LONG, is_parsed=False), head).has_query.tolist() == [False, False]
     several = choose_queries(dataclasses.replace(LONG, is_head=[True, True, False]), head)
     assert several.spans.tolist() == [[1, 2], [1, 5]] and LONG.phrase_spans.tolist() == [[1, 5], [1, 5]]

@@ -15,7 +15,7 @@ from PIL import Image
 from e2e_vl.analysis.captions import CaptionAnnotations
 from e2e_vl.analysis.collect import ALL, DEPENDENCIES, ENTITIES, RELATIONS, MeasureKey, TextAttention
 from e2e_vl.analysis.measures import HeadSums
-from e2e_vl.analysis.options import AnalysisOptions
+from e2e_vl.analysis.options import AnalysisConfig
 from e2e_vl.analysis.results import (
     AnalysisResults,
     AttentionHead,
@@ -36,7 +36,7 @@ GRAPHS = {"language": AttentionGraph((0, 1), frozenset({AttentionBlock.WORDS_TO_
 def results(graphs=GRAPHS, sums=None, relations=(), **options) -> AnalysisResults:
     shown = {name: [*relations] for name in graphs}
     return AnalysisResults(
-        *("r", "e", "d", "val", "gt", None), AnalysisOptions(**options), graphs, sums or {}, {}, shown, 1
+        *("r", "e", "d", "val", "gt", None), AnalysisConfig(**options), graphs, sums or {}, {}, shown, 1
     )
 
 
@@ -96,7 +96,7 @@ def test_without_entities_no_head_is_active_over_them():
 
 
 def test_heads_are_chosen_by_graph_and_number():
-    options = AnalysisOptions(first_number=1)
+    options = AnalysisConfig(first_number=1)
     heads = [AttentionHead("joint", 0, 2), AttentionHead("language", 1, 0)]
     assert parse_heads(["1-3", "language:2-1"], GRAPHS, options, 3) == heads
     for word in ("1-4", "language:3-1", "vision:1-1", "10", "a-b", "1-2-3", "0-3"):

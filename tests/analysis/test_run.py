@@ -25,10 +25,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from e2e_vl.analysis.collect import CONFIDENCE, ENTITIES, LARGEST, RELATIONS, make_inputs
-from e2e_vl.analysis.options import AnalysisOptions
+from e2e_vl.analysis.options import AnalysisConfig
 from e2e_vl.analysis.run import AnalysisArguments, caption_examples, replace_data
 from e2e_vl.cli.analyze_attention import main
-from e2e_vl.config import BoxSource, EncoderSettings, RunConfig, load_config, save_config
+from e2e_vl.config import BoxSource, EncoderConfig, RunConfig
+from e2e_vl.config_files import load_config, save_config
 from e2e_vl.data.batching import Request, collate
 from e2e_vl.data.features import RegionFeatures, write_tsv
 from e2e_vl.model import VisionLanguageModel
@@ -142,7 +143,7 @@ def lesson(model: VisionLanguageModel, batch):
         _, regions, _ = model.encode(batch)
     owner, place, wanted = [], [], []
     for text in range(len(batch)):
-        view = make_inputs(batch, regions, text, AnalysisOptions(), None)
+        view = make_inputs(batch, regions, text, AnalysisConfig(), None)
         for (_, end), right in zip(view.caption.phrase_spans.tolist(), view.is_correct, strict=True):
             if right.any():
                 owner.append(text)
@@ -312,7 +313,7 @@ def save_untrained(config: RunConfig, vocabulary: Path, run: Path, encoder: str 
     """With `encoder` it replaces that of the config, small and with two heads."""
     if encoder:
         sizes |= {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
-        config = msgspec.structs.replace(config, encoder=EncoderSettings(encoder, sizes))
+        config = msgspec.structs.replace(config, encoder=EncoderConfig(encoder, sizes))
     tokenizer = load_tokenizer(vocabulary)
     model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
     save_model(run / "model", config, model, tokenizer)

@@ -8,7 +8,7 @@ from pathlib import Path
 from PIL import Image
 
 from e2e_vl.cli import main as tool
-from e2e_vl.config import load_config
+from e2e_vl.config_files import load_config
 from tests.run.runs import predictions_of
 
 

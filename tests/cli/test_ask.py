@@ -14,7 +14,7 @@ from PIL import Image
 
 import e2e_vl
 from e2e_vl.cli import main as tool
-from e2e_vl.config import save_config
+from e2e_vl.config_files import save_config
 from e2e_vl.data.batching import Request, collate
 from e2e_vl.run.build import build_examples
 from e2e_vl.run.checkpoint import load_model

@@ -16,7 +16,8 @@ from PIL import Image
 from detector.errors import UserError
 from e2e_vl.cli import check_data as tool
 from e2e_vl.cli.check_data import SplitReport, check_data
-from e2e_vl.config import RunConfig, load_config
+from e2e_vl.config import RunConfig
+from e2e_vl.config_files import load_config
 from e2e_vl.data.batching import Request
 from e2e_vl.data.features import RegionFeatures, save_npz
 from e2e_vl.data.overlap import GlobalImageId, ImageIdLookup

@@ -16,7 +16,8 @@ from detector.config import DetectorConfig
 from detector.errors import UserError
 from detector.faster_rcnn import FasterRCNN
 from e2e_vl.cli import convert as tool
-from e2e_vl.config import RunConfig, save_config
+from e2e_vl.config import RunConfig
+from e2e_vl.config_files import save_config
 from e2e_vl.data.answer_lists import read_answers
 from e2e_vl.run.build import build_model, build_tokenizer
 from e2e_vl.run.checkpoint import load_model, save_model

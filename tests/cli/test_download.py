@@ -22,7 +22,7 @@ from detector import downloads
 from e2e_vl.cli import download
 from e2e_vl.cli.download import PublishedFile, Table, main, read_table
 from e2e_vl.cli.reproduce import PAPERS, read_paper
-from e2e_vl.config import CONFIGS, load_config
+from e2e_vl.config_files import CONFIGS, load_config
 
 CONTENT = bytes(range(256)) * 5000  # 1.28 MB: more than a block of a download
 SHA256 = f"sha256:{hashlib.sha256(CONTENT).hexdigest()}"
@@ -314,7 +314,7 @@ def test_every_name_leads_to_files_that_say_where_they_are_published(capsys):
 def test_files_lie_where_the_configs_look_for_them(name):
     for config in TABLE.sets[name].configs:
         data = load_config(CONFIGS / f"{config}.yaml", ["data.root=DATA"]).data
-        files = [data.files, *(part.files for part in getattr(data.config, "parts", {}).values())]
+        files = [data.files, *(part.files for part in getattr(data.config, "datasets", {}).values())]
         paths = [path for one in files for path in one.values() if path]
         own = {re.sub(r"\{\w+\}", "*", one) for path in paths for one in re.split(r"\+(?=en_corpus)", path)}
         missing = {one for one in own if not fnmatch.filter(places_of(TABLE.files.values()), one)}

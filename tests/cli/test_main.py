@@ -16,7 +16,7 @@ from detector.errors import StoppedRunError, UserError
 from e2e_vl import __version__
 from e2e_vl.cli import explore, synthesize
 from e2e_vl.cli.main import COMMANDS, main, print_errors
-from e2e_vl.config import load_config, save_config
+from e2e_vl.config_files import load_config, save_config
 from e2e_vl.explorer.hosts import allowed_hosts
 from tests.conftest import ROOT
 

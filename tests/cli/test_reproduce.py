@@ -14,7 +14,7 @@ from detector.io import write_json
 from e2e_vl.cli.download import read_table
 from e2e_vl.cli.main import COMMANDS
 from e2e_vl.cli.reproduce import PAPERS, Chain, main, read_paper
-from e2e_vl.config import load_config
+from e2e_vl.config_files import load_config
 
 ROWS = [
     (path.stem, table, row)
@@ -172,7 +172,7 @@ def test_half_of_the_epochs_have_half_of_the_steps_and_the_same_shares_of_them(t
             for words in (full.command(f"{name}_base"), half.command(f"{name}_half"))
         )
         assert other.epochs == one.epochs / 2 and other.warmup_steps == one.warmup_steps / 2
-        assert other.decay_shares == one.decay_shares == [0.7, 0.9]
+        assert other.milestones == one.milestones == [0.7, 0.9]
 
 
 def test_rows_are_listed_and_unknown_ones_refused(capsys):

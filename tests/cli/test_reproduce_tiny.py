@@ -21,7 +21,8 @@ from transformers import BertConfig, BertForPreTraining
 
 from e2e_vl.cli.main import main
 from e2e_vl.cli.reproduce import PAPERS, Chain, read_paper
-from e2e_vl.config import RunConfig, load_config
+from e2e_vl.config import RunConfig
+from e2e_vl.config_files import load_config
 from e2e_vl.data.features import RegionFeatures, write_tsv
 from e2e_vl.run.build import build_detector, read_training_texts
 from e2e_vl.run.train import train
@@ -192,9 +193,10 @@ def shrunk(config: RunConfig, data: Path) -> RunConfig:
         task={"config": task, **starts["task"]},
         data={"vocabulary": bert, "resize": {"short_edge": [48], "long_edge": 64}, "canvas": None, "workers": 0,
               "synthetic": {}},
-        train={"images_per_batch": 2, "accumulate": 1, "max_steps": 1, "epochs": 1.0, "warmup_steps": 0,
-               "mixed_precision": "no", "trackers": []},
-        eval={"every_epochs": 0.01 if config.train.keep_best else 0, "images_per_batch": 4, "report_pictures": 0},
+        train={"images_per_batch": 2, "gradient_accumulation_steps": 1, "max_steps": 1, "epochs": 1.0,
+               "warmup_steps": 0, "mixed_precision": "no", "trackers": []},
+        eval={"every_epochs": 0.01 if config.train.metric_for_best_model else 0, "images_per_batch": 4,
+              "report_pictures": 0},
     )  # fmt: skip
 
 

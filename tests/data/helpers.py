@@ -17,15 +17,16 @@ from transformers import PreTrainedTokenizerBase
 
 from detector.errors import UserError
 from detector.images import ResizeRule
-from e2e_vl.config import BoxSource, DataSettings
+from e2e_vl.config import BoxSource, DataConfig
 from e2e_vl.data.base import DataNeeds, VLDataset, open_options
-from e2e_vl.data.batching import BatchLoader, ExampleDataset, GroupedBatchSampler, Request
+from e2e_vl.data.batching import BatchLoader, EncodedDataset, GroupedBatchSampler, Request
 from e2e_vl.data.config import CLASS_NAMES
 from e2e_vl.data.image_loader import BoxReader, ImageLoader, ImageRules
-from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, TextExample
 from e2e_vl.predictions import Prediction
+from e2e_vl.preprocessing import EncodedText, GeneratorFactory, Preprocessor
 from e2e_vl.samples import Sample, SampleText
 from e2e_vl.text import TextTokenizer
+from e2e_vl.transforms import LoadedImage
 
 SAME = ResizeRule(short_edge=60, long_edge=1000)  # a photo of 100 x 60 pixels keeps its size
 DOUBLE = ResizeRule(short_edge=120, long_edge=1000)
@@ -43,13 +44,13 @@ def write_json_lines(path: Path, rows: Iterable[Any]) -> Path:
     return path
 
 
-def with_files(settings: DataSettings, **files: str | None) -> DataSettings:
+def with_files(settings: DataConfig, **files: str | None) -> DataConfig:
     """Settings with other files; None removes a file."""
     files = {key: name for key, name in (settings.files | files).items() if name is not None}
     return msgspec.structs.replace(settings, files=files)
 
 
-def with_options(settings: DataSettings, **options: Any) -> DataSettings:
+def with_options(settings: DataConfig, **options: Any) -> DataConfig:
     return msgspec.structs.replace(settings, config=options)
 
 
@@ -63,10 +64,10 @@ class PlainPreprocessor(Preprocessor):
         return {}
 
     def encode_text(
-        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
-    ) -> Iterable[TextExample]:
+        self, text: SampleText, sample: Sample, images: Sequence[LoadedImage], make_generator: GeneratorFactory
+    ) -> Iterable[EncodedText]:
         encoding = self.text_tokenizer.single(self.text_tokenizer.pieces(text.words))
-        yield TextExample(
+        yield EncodedText(
             encoding,
             text.image_index,
             self.record(text, images, encoding),
@@ -95,18 +96,18 @@ def examples(
     seed: int = 0,
     skip_broken: bool | str = False,
     **rules,
-) -> ExampleDataset:
+) -> EncodedDataset:
     """The examples of a data set: preprocessed by a task, or (given a tokenizer) every text as it is."""
     if not isinstance(preprocessor, Preprocessor):
         preprocessor = PlainPreprocessor(TextTokenizer(preprocessor))
-    return ExampleDataset(
+    return EncodedDataset(
         dataset, make_loader(boxes, reader, **rules), preprocessor, seed=seed, skip_broken=skip_broken
     )
 
 
 def open_dataset(
     kind: type[VLDataset],
-    settings: DataSettings,
+    settings: DataConfig,
     split: str,
     boxes: BoxSource | str = BoxSource.ONLINE,
     *,

@@ -16,12 +16,12 @@ import pytest
 from PIL import Image
 
 from detector.errors import UserError
-from e2e_vl.config import BoxSource, DataSettings
+from e2e_vl.config import BoxSource, DataConfig
 from e2e_vl.data.base import DataFiles, VLDataset
-from e2e_vl.data.batching import ExampleDataset, Request, collate
+from e2e_vl.data.batching import EncodedDataset, Request, collate
 from e2e_vl.data.features import RegionFeatures, save_npz
 from e2e_vl.data.image_loader import Augmentation, open_boxes_of
-from e2e_vl.parts import DATASETS
+from e2e_vl.registry import DATASETS
 from e2e_vl.samples import AnnotatedObjects, Sample, SampleImage, SampleText
 from tests.data.helpers import (
     DOUBLE,
@@ -43,7 +43,7 @@ SIZES = {7: (60, 100), 3: (80, 40)}  # (height, width)
 def test_names_of_files_have_placeholders_and_start_from_the_root(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     files = {"captions": "cc/{split}.json", "images": "/elsewhere/{images}", "corpus": "a.doc+{split}.doc"}
-    found = DataFiles(DataSettings(name="captions", root="~/data", files=files), KNOWN)
+    found = DataFiles(DataConfig(name="captions", root="~/data", files=files), KNOWN)
     assert found.path("captions", split="val") == tmp_path / "data" / "cc" / "val.json"
     assert found.path("images", split="val", images="val2014") == Path("/elsewhere/val2014")
     assert found.name("corpus", split="val") == "a.doc+val.doc"
@@ -145,7 +145,7 @@ def _box(number: int) -> list[int]:
     return [number, number, number + 10, number + 10]
 
 
-def _joined_settings(root: Path, name: str, **files: str) -> DataSettings:
+def _joined_settings(root: Path, name: str, **files: str) -> DataConfig:
     """Two splits, a (0) and b (1), each with one text about the image(s) 1, whose boxes differ."""
     for number, split in enumerate("ab"):
         image = {"id": 1, "file_name": "1.jpg", "width": 50, "height": 40}
@@ -195,17 +195,17 @@ def _joined_settings(root: Path, name: str, **files: str) -> DataSettings:
     config = {"image_name": "{id}.jpg"} if name == "vqa" else {}
     defaults = {"images": "im_{split}", "detections": "features_{split}", "features": "features_{split}"}
     return msgspec.convert(
-        {"name": name, "root": str(root), "files": {**defaults, **keys, **files}, "config": config}, DataSettings
+        {"name": name, "root": str(root), "files": {**defaults, **keys, **files}, "config": config}, DataConfig
     )
 
 
-def _read_joined(settings: DataSettings, boxes: str, split: str = "a+b") -> list[tuple[list[str], list[float]]]:
+def _read_joined(settings: DataConfig, boxes: str, split: str = "a+b") -> list[tuple[list[str], list[float]]]:
     """The texts of each image, and the left side of its box."""
     source = BoxSource(boxes)
     dataset = open_dataset(DATASETS[settings.name].cls, settings, split, source, training=True)
     loader = make_loader(source, open_boxes_of(dataset, settings, source))
     loader.require_images(dataset.image_keys(), split)
-    assert ExampleDataset(dataset, loader, PlainPreprocessor(None), seed=0).fingerprint()
+    assert EncodedDataset(dataset, loader, PlainPreprocessor(None), seed=0).fingerprint()
     seen = []
     for group in dataset.groups:
         sample = dataset.sample(group)
@@ -243,8 +243,8 @@ def test_images_of_joined_splits_may_have_the_same_ids(photos, name, boxes):
     settings = _joined_settings(photos, name, **folder)
     assert _read_joined(settings, boxes) == APART
     part = {"name": name, "splits": {"all": "a+b"}, "files": settings.files, "config": settings.config}
-    several = {"name": "joined", "root": settings.root, "config": {"parts": {"one": part}}}
-    assert _read_joined(msgspec.convert(several, DataSettings), boxes, "all") == APART
+    several = {"name": "joined", "root": settings.root, "config": {"datasets": {"one": part}}}
+    assert _read_joined(msgspec.convert(several, DataConfig), boxes, "all") == APART
 
 
 @pytest.mark.parametrize("name", JOINED)

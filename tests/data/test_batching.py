@@ -21,7 +21,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from detector.errors import UserError
 from e2e_vl.data.batching import (
     BatchLoader,
-    ExampleDataset,
+    EncodedDataset,
     GroupedBatchSampler,
     Request,
     collate,
@@ -32,8 +32,10 @@ from e2e_vl.data.batching import (
 )
 from e2e_vl.data.image_loader import MEAN_COLOUR
 from e2e_vl.data.tables import TextGroups
-from e2e_vl.examples import DetectionObjects, Example, ImageExample, ImageTransform, Targets, TextExample, stacked
+from e2e_vl.preprocessing import EncodedSample, EncodedText
+from e2e_vl.targets import Targets, stacked
 from e2e_vl.text import TextEncoding
+from e2e_vl.transforms import DetectionObjects, ImageTransform, LoadedImage
 from tests.conftest import ROOT
 from tests.data.helpers import DOUBLE, SAME, examples, plain, read_by_processes, refused
 from tests.data.tiny_readers import captions
@@ -72,11 +74,11 @@ def test_every_text_once_an_epoch_and_only_the_last_batch_is_filled_up(texts_per
 
 def test_accumulation_fills_up_the_last_step_and_leaves_the_order():
     whole = make(GROUPS, 6, 2, seed=4, epoch=3)
-    parts = make(GROUPS, 2, 2, seed=4, epoch=3, accumulate=3)
+    parts = make(GROUPS, 2, 2, seed=4, epoch=3, gradient_accumulation_steps=3)
     assert whole.num_groups % 6, "the last batch should need filling"
     assert len(parts) == 3 * len(whole)
     assert [request for batch in parts for request in batch] == [request for batch in whole for request in batch]
-    evaluation = make(GROUPS, 2, 2, shuffle=False, accumulate=3)
+    evaluation = make(GROUPS, 2, 2, shuffle=False, gradient_accumulation_steps=3)
     assert texts_of(evaluation) == TEXTS
 
 
@@ -231,8 +233,8 @@ class BoxTargets(Targets):
     box: torch.Tensor | None = stacked()
 
 
-def image(height=4, width=6, boxes=2, value=50, **fields) -> ImageExample:
-    return ImageExample(
+def image(height=4, width=6, boxes=2, value=50, **fields) -> LoadedImage:
+    return LoadedImage(
         pixels=np.full((height, width, 3), value, dtype=np.uint8),
         image_transform=ImageTransform((2 * height, 2 * width), (height, width)),
         name=f"photo_{height}x{width}",
@@ -247,14 +249,14 @@ def encoding(ids, segments=None, summary=None) -> TextEncoding:
     return TextEncoding(ids, segments, np.arange(len(ids)), summary)
 
 
-def text(length=3, image_index=(0,), **changes) -> TextExample:
+def text(length=3, image_index=(0,), **changes) -> EncodedText:
     fields = {
         "encoding": encoding(range(5, 5 + length)),
         "image_index": image_index,
         "targets": BoxTargets(np.full(4, length, dtype=np.float32)),
         "record": {"length": length},
     }
-    return TextExample(**{**fields, **changes})
+    return EncodedText(**{**fields, **changes})
 
 
 def join(*examples, **options):
@@ -263,8 +265,8 @@ def join(*examples, **options):
 
 def test_images_are_padded_and_texts_point_at_their_rows():
     batch = join(
-        Example([image(4, 6)], [text(3), text(2)]),
-        Example([image(5, 3), image(2, 2)], [text(4, (0, 1)), text(1, (1,)), text(1, ())]),
+        EncodedSample([image(4, 6)], [text(3), text(2)]),
+        EncodedSample([image(5, 3), image(2, 2)], [text(4, (0, 1)), text(1, (1,)), text(1, ())]),
     )
     assert batch.images.pixels.shape == (3, 3, 5, 6)
     assert batch.images.sizes.tolist() == [[4, 6], [5, 3], [2, 2]]
@@ -293,7 +295,7 @@ def test_images_are_padded_and_texts_point_at_their_rows():
     ],
 )
 def test_images_lie_on_a_canvas(sizes, expected):
-    batch = join(*(Example([image(*size)], [text()]) for size in sizes), canvas=(8, 10))
+    batch = join(*(EncodedSample([image(*size)], [text()]) for size in sizes), canvas=(8, 10))
     assert batch.images.pixels.shape == (len(sizes), 3, *expected)
     assert batch.images.sizes.tolist() == [list(size) for size in sizes]
     for pixels, (height, width) in zip(batch.images.pixels, sizes, strict=True):
@@ -304,35 +306,35 @@ def test_images_lie_on_a_canvas(sizes, expected):
 def test_precomputed_features_come_without_pixels():
     one, two = image(4, 6, boxes=2), image(5, 3, boxes=0)
     one.features, two.features = np.ones((2, 7), dtype=np.float32), np.zeros((0, 7), dtype=np.float32)
-    images = join(Example([one], [text()]), Example([two], [text()])).images
+    images = join(EncodedSample([one], [text()]), EncodedSample([two], [text()])).images
     assert images.pixels.shape == (2, 3, 0, 0) and len(images) == 2
     assert images.sizes.tolist() == [[4, 6], [5, 3]] and images.original_sizes.tolist() == [[8, 12], [10, 6]]
     moved = images.to("cpu").precomputed
     assert [rows.shape for rows in moved.features] == [(2, 7), (0, 7)] and moved.image_features is None
     one.image_feature = np.ones(7, dtype=np.float32)
     with pytest.raises(UserError, match="photo_5x3"):
-        join(Example([one, two], [text()]))
+        join(EncodedSample([one, two], [text()]))
 
 
 def test_detection_targets_pad_attributes_to_the_most_slots():
     one = DetectionObjects(np.ones((1, 4), np.float32), np.array([3]), np.array([[5, 6]]))
     none = DetectionObjects(np.ones((0, 4), np.float32), np.array([], dtype=np.int64), np.zeros((0, 1), np.int64))
     two = DetectionObjects(np.ones((2, 4), np.float32), np.array([0, 1]), np.array([[7], [-1]]))
-    targets = join(*(Example([image(objects=o)], [text()]) for o in (one, none, two))).detection_targets
+    targets = join(*(EncodedSample([image(objects=o)], [text()]) for o in (one, none, two))).detection_targets
     assert [boxes.shape for boxes in targets.boxes] == [(1, 4), (0, 4), (2, 4)]
     assert [classes.tolist() for classes in targets.classes] == [[3], [], [0, 1]]
     assert [attributes.tolist() for attributes in targets.attributes] == [[[5, 6]], [], [[7, -1], [-1, -1]]]
     assert targets.attributes[1].shape == (0, 2)
     plain = DetectionObjects(np.ones((1, 4), np.float32), np.array([3]))
-    assert join(Example([image(objects=plain)], [text()])).detection_targets.attributes is None
+    assert join(EncodedSample([image(objects=plain)], [text()])).detection_targets.attributes is None
 
 
 def test_labels_of_boxes_stay_with_their_image():
-    def example(boxes: int) -> Example:
+    def example(boxes: int) -> EncodedSample:
         classes, probabilities = np.arange(boxes), np.full((boxes, 3), boxes, dtype=np.float32)
         masks, hide = np.ones((boxes, 7, 7), dtype=np.float32), np.ones((boxes, 4), dtype=np.float32)
         shown = image(boxes=boxes, box_classes=classes, class_probs=probabilities, roi_masks=masks, boxes_to_mask=hide)
-        return Example([shown], [text(seed=boxes + 5)])
+        return EncodedSample([shown], [text(seed=boxes + 5)])
 
     batch = join(example(2), example(0))
     assert [rows.tolist() for rows in batch.region_labels.classes] == [[0, 1], []]
@@ -346,14 +348,14 @@ def test_examples_that_do_not_go_together():
     objects = DetectionObjects(np.ones((1, 4), np.float32), np.array([3]))
     for first, second in ((image(), image(2, 2, boxes=None)), (image(2, 2, objects=objects), image(4, 6))):
         with pytest.raises(UserError) as caught:
-            join(Example([first], [text()]), Example([second], [text()]))
+            join(EncodedSample([first], [text()]), EncodedSample([second], [text()]))
         assert "photo_4x6" in str(caught.value) and "photo_2x2" in str(caught.value)
 
 
 def test_texts_are_padded_at_the_end():
     one = text(encoding=encoding([2, 9, 3], [0, 1, 1], summary=1))
     other = text(encoding=encoding([2, 3], summary=0), region_of_token=np.array([1, -1]))
-    batch = join(Example([image()], [one, other])).texts
+    batch = join(EncodedSample([image()], [one, other])).texts
     assert batch.input_ids.tolist() == [[2, 9, 3], [2, 3, 0]]
     assert batch.token_type_ids.tolist() == [[0, 1, 1], [0, 0, 0]]
     assert batch.attention_mask.tolist() == [[True] * 3, [True, True, False]]
@@ -368,12 +370,12 @@ IMAGES = 256  # of a batch, each with boxes, features and labels of other number
 
 
 class ManyImages:
-    def __getitem__(self, request) -> Example:
+    def __getitem__(self, request) -> EncodedSample:
         number, count = request.group, request.group % 4
         rows = functools.partial(np.full, fill_value=number, dtype=np.float32)
         one = image(boxes=count, class_probs=rows((count, 5)), features=rows((count, 3)), image_feature=rows(3))
         one.objects = DetectionObjects(rows((count + 1, 4)), np.full(count + 1, number))
-        return Example([one], [text(2 + count, seed=number)])
+        return EncodedSample([one], [text(2 + count, seed=number)])
 
 
 @pytest.fixture
@@ -436,7 +438,7 @@ def test_an_image_that_is_missing_or_broken_is_named(dataset, tiny):
         data[Request(1, texts)]
 
 
-def broken(tiny, number: int, **options) -> ExampleDataset:
+def broken(tiny, number: int, **options) -> EncodedDataset:
     """Three photos with two captions each; the first `number` photos are damaged."""
     for row in tiny.instances["images"][:number]:
         path = tiny.images_root / row["file_name"]

@@ -16,9 +16,9 @@ import pytest
 from PIL import Image
 
 from detector.config import SelectionRule
-from e2e_vl.config import DataSettings
+from e2e_vl.config import DataConfig
 from e2e_vl.data.base import open_options
-from e2e_vl.data.batching import BatchLoader, ExampleDataset, GroupedBatchSampler, Request, collate
+from e2e_vl.data.batching import BatchLoader, EncodedDataset, GroupedBatchSampler, Request, collate
 from e2e_vl.data.captions import CaptionDataset, CocoCaptions, ShardCaptions, VLBertCaptions
 from e2e_vl.data.config import CLASS_NAMES
 from e2e_vl.data.image_loader import open_boxes
@@ -65,8 +65,8 @@ def tokenizer(root):
     return load_tokenizer(path)
 
 
-def settings(root, files=COCO, source="coco", **config) -> DataSettings:
-    return DataSettings(name="captions", root=str(root), files=dict(files), config={"source": source, **config})
+def settings(root, files=COCO, source="coco", **config) -> DataConfig:
+    return DataConfig(name="captions", root=str(root), files=dict(files), config={"source": source, **config})
 
 
 def read(root, files=COCO, source="coco", split="train", boxes="online", *, training=True, objects=False, **config):
@@ -76,7 +76,7 @@ def read(root, files=COCO, source="coco", split="train", boxes="online", *, trai
 
 def make(
     root, tokenizer, files=COCO, source="coco", split="train", boxes="online", *, training=True, flip=0.5, **options
-) -> ExampleDataset:
+) -> EncodedDataset:
     """Captions and corpus in the wording of pre-training; `options` are objectives."""
     dataset = read(root, files, source, split, boxes, training=training)
     reader = None

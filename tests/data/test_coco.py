@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 
-from e2e_vl.config import DataSettings
+from e2e_vl.config import DataConfig
 from e2e_vl.data.base import open_options
 from e2e_vl.data.coco import CocoDetectionDataset, CocoInstances
 from e2e_vl.predictions import TrueObject
@@ -126,9 +126,9 @@ def test_suspicious_boxes_cause_one_warning(tiny, change, part, caplog):
     assert part in record.getMessage() and "instances.json" in record.getMessage()
 
 
-def settings_of(tiny, **changes) -> DataSettings:
+def settings_of(tiny, **changes) -> DataConfig:
     root, files = str(tiny.images_root.parent), {"images": "images", "instances": "{split}.json"}
-    return DataSettings(name="coco_detection", root=root, files=files, **changes)
+    return DataConfig(name="coco_detection", root=root, files=files, **changes)
 
 
 def dataset_of(tiny, *, training: bool = False, **changes) -> CocoDetectionDataset:

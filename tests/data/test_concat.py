@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from e2e_vl.config import BoxSource, DataSettings
+from e2e_vl.config import BoxSource, DataConfig
 from e2e_vl.data.batching import Request
 from e2e_vl.data.captions import CaptionDataset
 from e2e_vl.data.concat import JoinedDataset
@@ -26,7 +26,7 @@ def part(name: str, files: dict[str, str], **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def settings(tiny: TinyRefCOCO) -> DataSettings:
+def settings(tiny: TinyRefCOCO) -> DataConfig:
     """Two captions of each of the photos 7, 3 and 9, and the questions about photos 7 and 3."""
     vqa = write_vqa(tiny)
     rows = [
@@ -40,15 +40,15 @@ def settings(tiny: TinyRefCOCO) -> DataSettings:
         "said": part("captions", {"captions": "captions.json", "images": str(tiny.images_root)}, images="photos"),
         "asked": part("vqa", dict(vqa.files), images="photos", config=msgspec.to_builtins(vqa.config)),
     }
-    return DataSettings(name="joined", root=vqa.root, config={"parts": parts})
+    return DataConfig(name="joined", root=vqa.root, config={"datasets": parts})
 
 
-def changed(settings: DataSettings, member: str, **changes: Any) -> DataSettings:
-    parts = msgspec.to_builtins(settings.config.parts)
-    return DataSettings(name="joined", root=settings.root, config={"parts": parts | {member: parts[member] | changes}})
+def changed(settings: DataConfig, member: str, **changes: Any) -> DataConfig:
+    parts = msgspec.to_builtins(settings.config.datasets)
+    return DataConfig(name="joined", root=settings.root, config={"datasets": parts | {member: parts[member] | changes}})
 
 
-def opened(settings: DataSettings, boxes: BoxSource | str = "online", split: str = "train") -> JoinedDataset:
+def opened(settings: DataConfig, boxes: BoxSource | str = "online", split: str = "train") -> JoinedDataset:
     return open_dataset(JoinedDataset, settings, split, boxes, training=True)
 
 
@@ -108,7 +108,7 @@ def test_images_may_be_left_out(settings, name, change, kept):
             assert {text.words.split()[1] for text in sample.texts} == {sample.images[0].id.removeprefix("said/")}
     assert list(dataset.truths()) == [text.truth for one in samples for text in one.texts if text.truth is not None]
     some.write_text("photo_7")
-    with refused(f"parts.{name}", "no image is left", "such as 7"):
+    with refused(f"datasets.{name}", "no image is left", "such as 7"):
         opened(changed(settings, name, only_images="some.txt", without_images=None))
 
 
@@ -121,7 +121,7 @@ def test_each_part_reads_boxes_of_its_own(settings, tiny):
         for image_id, size in (("7", (60, 100)), ("3", (80, 40)), ("9", (50, 50))):
             features = np.full((1, 3), value, np.float32)
             save_npz(folder / f"{image_id}.npz", RegionFeatures(image_id, size, box, features))
-        files = settings.config.parts[name].files
+        files = settings.config.datasets[name].files
         settings = changed(settings, name, files=files | {"features": name}, images=None)
     dataset = opened(settings, "precomputed")
     made = examples(dataset, tiny.tokenizer, "precomputed")
@@ -134,21 +134,21 @@ def test_each_part_reads_boxes_of_its_own(settings, tiny):
 
 def test_parts_that_share_a_file_of_boxes_need_different_ids(settings, tiny):
     """Own data often number the photos from 1 in each part."""
-    said = msgspec.to_builtins(settings.config.parts["said"])
+    said = msgspec.to_builtins(settings.config.datasets["said"])
     said["files"]["instances"] = str(tiny.instances_file)
     other = said | {"files": said["files"] | {"images": "other"}}
-    same = DataSettings(name="joined", root=settings.root, config={"parts": {"said": said, "other": other}})
+    same = DataConfig(name="joined", root=settings.root, config={"datasets": {"said": said, "other": other}})
     assert len(opened(same, "gt").groups) == 6, "both parts have the images `photos`"
     for part in (said, other):
         part["images"] = None
-    apart = DataSettings(name="joined", root=settings.root, config={"parts": {"said": said, "other": other}})
+    apart = DataConfig(name="joined", root=settings.root, config={"datasets": {"said": said, "other": other}})
     with refused(tiny.instances_file.name, "image 7", "split said", "split other"):
         opened(apart, "gt")
     assert len(opened(apart, "online").groups) == 6
 
 
 def test_what_does_not_fit(settings):
-    with refused("data.config.parts", "split val"):
+    with refused("data.config.datasets", "split val"):
         opened(settings, split="val")
     with refused("vqa", "captoins"):
         opened(changed(settings, "asked", files={"captoins": "x"}))

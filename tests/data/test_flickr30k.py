@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from e2e_vl.config import DataSettings
+from e2e_vl.config import DataConfig
 from e2e_vl.data.base import open_options
 from e2e_vl.data.flickr30k import Flickr30KDataset, read_annotation, read_image_ids, read_sentences
 from tests.data.helpers import open_dataset, refused, with_files, with_options, write_json
@@ -27,7 +27,7 @@ XML = """<annotation><filename>{name}.jpg</filename><size><width>50</width><heig
 
 
 @pytest.fixture
-def settings(tmp_path) -> DataSettings:
+def settings(tmp_path) -> DataConfig:
     for folder in ("photos", "Sentences", "Annotations"):
         (tmp_path / folder).mkdir()
     for name, captions in (("11", CAPTIONS), ("12", CAPTIONS[1:3]), ("13", CAPTIONS[3:])):
@@ -38,7 +38,7 @@ def settings(tmp_path) -> DataSettings:
     (tmp_path / "val.txt").write_text("13\n")
     (tmp_path / "none.txt").write_text("12\n")
     files = {"ids": "{split}.txt", "images": "photos", "sentences": "Sentences", "annotations": "Annotations"}
-    return DataSettings(name="flickr30k", root=str(tmp_path), files=files)
+    return DataConfig(name="flickr30k", root=str(tmp_path), files=files)
 
 
 def make(settings, split="train", boxes="gt", *, training=False, objects=False) -> Flickr30KDataset:

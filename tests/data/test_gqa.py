@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from e2e_vl.config import DataSettings
+from e2e_vl.config import DataConfig
 from e2e_vl.data.base import open_options
 from e2e_vl.data.gqa import Choices, GQADataset, SceneGraph, find_pieces, read_entries, read_questions
 from tests.data.helpers import open_dataset, refused, with_files, with_options, write_json
@@ -44,7 +44,7 @@ QUESTIONS = {
 
 
 @pytest.fixture
-def settings(tiny) -> DataSettings:
+def settings(tiny) -> DataConfig:
     """A folder with the tiny photos under names of GQA."""
     root = tiny.images_root.parent
     (root / "photos").mkdir()
@@ -64,7 +64,7 @@ def settings(tiny) -> DataSettings:
         "scene_graphs": "sceneGraphs/{part}_sceneGraphs.json",
         "detections": "dets.json",
     }
-    return DataSettings(name="gqa", root=str(root), files=files)
+    return DataConfig(name="gqa", root=str(root), files=files)
 
 
 def scene_graph(tiny: TinyRefCOCO, image_id: int) -> dict[str, Any]:

@@ -25,8 +25,8 @@ from e2e_vl.data.image_loader import (
     read_detections,
 )
 from e2e_vl.data.refcoco import RefCOCODataset
-from e2e_vl.examples import ImageExample, ImageTransform
 from e2e_vl.samples import AnnotatedObjects, BrokenImageError, CandidateBoxes, ImageBytes, ImageKey, SampleImage
+from e2e_vl.transforms import ImageTransform, LoadedImage
 from tests.data.helpers import DOUBLE, SAME, make_loader, open_dataset, refused, write_json
 from tests.data.tiny_refcoco import DETECTIONS_7, GT_7, detection
 
@@ -45,7 +45,7 @@ def photo(tiny) -> SampleImage:
     return SampleImage("7", tiny.images_root / "seven.png", (60, 100), objects)
 
 
-def load(image: SampleImage, *args, flip: bool = False, **rules) -> ImageExample:
+def load(image: SampleImage, *args, flip: bool = False, **rules) -> LoadedImage:
     loader = make_loader(*args, **rules)
     return loader.load(image, Augmentation(flip, loader.rules.resize[0]))
 

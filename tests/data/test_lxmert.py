@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from e2e_vl.config import DataSettings
+from e2e_vl.config import DataConfig
 from e2e_vl.data.base import open_options
 from e2e_vl.data.features import RegionFeatures, save_npz, write_tsv
 from e2e_vl.data.lxmert import ImageSentenceDataset, ListedPairDataset, LXMERTDataset, ScoredQuestionDataset
@@ -50,10 +50,10 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def settings_of(root: Path, name: str, **options) -> DataSettings:
+def settings_of(root: Path, name: str, **options) -> DataConfig:
     sets = {"train": "first", "val": "second", "test": "first"}
     files = {KINDS[name][1]: f"{{split}}_{name}.json", "features": "{images}", "images": "photos/{images}"}
-    return DataSettings(name=name, root=str(root), files=files, config={"image_sets": sets, **options})
+    return DataConfig(name=name, root=str(root), files=files, config={"image_sets": sets, **options})
 
 
 def opened(root: Path, name: str, split: str, boxes: str = "online", *, training: bool = False, **options):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from e2e_vl.config import DataSettings
+from e2e_vl.config import DataConfig
 from e2e_vl.data.base import open_options
 from e2e_vl.data.nlvr2 import NLVR2Dataset, read_examples
 from e2e_vl.samples import CorrectChoice
@@ -27,7 +27,7 @@ DEV = [line("dev-8-2-1", "False", validation={"1": "True"}, extra_validations={"
 
 
 @pytest.fixture
-def settings(tmp_path) -> DataSettings:
+def settings(tmp_path) -> DataConfig:
     contents = {"train": TRAIN, "dev": DEV, "balanced/balanced_dev": DEV, "test2": [line("test2-1-0-0", None)]}
     for split, rows in contents.items():
         write_json_lines(tmp_path / "data" / f"{split}.json", rows)
@@ -39,7 +39,7 @@ def settings(tmp_path) -> DataSettings:
         instances["annotations"].append({"id": number, "image_id": number, "category_id": 1, "bbox": [1, 2, number, 5]})
     write_json(tmp_path / "instances.json", instances)
     files = {"examples": "data/{split}.json", "images": "images/{images}", "instances": "instances.json"}
-    return DataSettings(name="nlvr2", root=str(tmp_path), files=files)
+    return DataConfig(name="nlvr2", root=str(tmp_path), files=files)
 
 
 def make(settings, split="train", boxes="online", *, training=False, objects=False) -> NLVR2Dataset:

@@ -15,7 +15,7 @@ import pytest
 
 from detector.config import SelectionRule
 from detector.images import ResizeRule
-from e2e_vl.config import DataSettings
+from e2e_vl.config import DataConfig
 from e2e_vl.data.base import open_options
 from e2e_vl.data.batching import GroupedBatchSampler, collate
 from e2e_vl.data.coco import CocoInstances
@@ -197,7 +197,7 @@ def test_expressions_boxes_and_detections_line_up_with_real_photos(tmp_path):
     if not (root / "images" / "train2014").is_dir():
         pytest.skip(f"the ten real photos are not at {root}; set E2E_VL_REAL_MINI to their folder")
     files = {"images": "images/train2014", "refs": "refcoco+/refs(unc).p", "instances": "refcoco+/instances.json"}
-    settings = DataSettings(name="refcoco", root=str(root), files=files)
+    settings = DataConfig(name="refcoco", root=str(root), files=files)
     instances = CocoInstances(root / files["instances"])
     expressions = read_expressions(root / files["refs"], instances)
     assert len(expressions) == 78

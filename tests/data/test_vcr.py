@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from e2e_vl.config import DataSettings
+from e2e_vl.config import DataConfig
 from e2e_vl.data.base import open_options
 from e2e_vl.data.batching import Request
-from e2e_vl.data.config import CLASS_NAMES, VCROptions
+from e2e_vl.data.config import CLASS_NAMES, VCRDatasetConfig
 from e2e_vl.data.vcr import VCRDataset, find_relevant_objects, read_detected_objects, read_questions
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, CorrectChoice, Sample, SampleImage, SampleText
 from tests.data.helpers import examples, refused
@@ -151,10 +151,12 @@ def test_questions_with_other_objects_are_apart(tiny):
 def test_options(tiny):
     for options, part in (({"question": "all"}, "question"), ({"condition_on": "each"}, "rationale")):
         with refused(part):
-            DataSettings(name="vcr", root=".", config=options)
+            DataConfig(name="vcr", root=".", config=options)
     with refused("condition_on=right"):
         tiny.dataset(question="rationale", condition_on="each", training=True)
-    assert VCRDataset.accepts_answer(VCROptions(question="rationale")) and not VCRDataset.accepts_answer(VCROptions())
+    assert VCRDataset.accepts_answer(VCRDatasetConfig(question="rationale")) and not VCRDataset.accepts_answer(
+        VCRDatasetConfig()
+    )
     texts = list(VCRDataset.texts_of(*open_options(VCRDataset, tiny.settings()), "val"))
     assert len(texts) == 3 * 9 and texts[:3] == ["Why is person chair there ?", "No person .", "Yes ."]
 
@@ -163,7 +165,7 @@ def test_a_users_boxes_are_narrowed():
     objects = AnnotatedObjects(np.eye(3, 4), "--boxes", names=("person", "dog", "cat"))
     text = ChoiceText(0, "Why ?", {}, query=(["Why", [2], "?"],), choices=(["Because", [1]],))
     sample = Sample((SampleImage("a", Path("a.jpg"), objects=objects),), (text,), from_user=True)
-    options = VCROptions(objects="mentioned")
+    options = VCRDatasetConfig(objects="mentioned")
     assert VCRDataset.select_candidates(sample, options).images[0].candidates == (2, 1)
     masked = dataclasses.replace(sample, texts=(SampleText(0, "Why [MASK] ?", {}),))
     assert VCRDataset.select_candidates(masked, options) is masked, "a pre-trained model fills in a text"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e_vl.config import DataSettings
+from e2e_vl.config import DataConfig
 from e2e_vl.data.base import open_options
 from e2e_vl.data.visual_genome import VisualGenomeDataset, read_region_graphs
 from e2e_vl.samples import CorrectAnswer
@@ -35,13 +35,13 @@ FLAT = {"object_id": 4, "x": 0, "y": 0, "w": 5, "h": 0, "name": "grass", "synset
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> DataSettings:
+def settings(tmp_path: Path) -> DataConfig:
     contents = {"image_data": IMAGES, "regions": REGIONS, "questions": QUESTIONS}
     files = {key: write_json(tmp_path / f"{key}.json", content).name for key, content in contents.items()}
-    return DataSettings(name="visual_genome", root=str(tmp_path), files=files | {"images": "images"})
+    return DataConfig(name="visual_genome", root=str(tmp_path), files=files | {"images": "images"})
 
 
-def opened(settings: DataSettings, *, phrases: bool = False, **options) -> VisualGenomeDataset:
+def opened(settings: DataConfig, *, phrases: bool = False, **options) -> VisualGenomeDataset:
     return open_dataset(VisualGenomeDataset, with_options(settings, **options), "all", phrases=phrases)
 
 

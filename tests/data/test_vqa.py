@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from e2e_vl.config import DataSettings
+from e2e_vl.config import DataConfig
 from e2e_vl.data.base import open_options
 from e2e_vl.data.vqa import VQADataset
 from e2e_vl.metrics.vqa import answer_accuracy, soft_scores
@@ -16,7 +16,7 @@ from tests.data.tiny_readers import ANSWERS, write_vqa
 
 
 @pytest.fixture
-def settings(tiny) -> DataSettings:
+def settings(tiny) -> DataConfig:
     return write_vqa(tiny)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from e2e_vl.config import DataSettings
+from e2e_vl.config import DataConfig
 from e2e_vl.data.base import VLDataset
 from e2e_vl.data.captions import CaptionDataset
 from e2e_vl.data.coco import CocoDetectionDataset
@@ -19,7 +19,7 @@ QUESTIONS = {
 }
 
 
-def write_vqa(tiny: TinyRefCOCO) -> DataSettings:
+def write_vqa(tiny: TinyRefCOCO) -> DataConfig:
     """Settings of a folder with the tiny photos under the names of COCO. The test split has no answers."""
     root = tiny.images_root.parent
     for split, questions in QUESTIONS.items():
@@ -47,11 +47,11 @@ def write_vqa(tiny: TinyRefCOCO) -> DataSettings:
         "instances": "instances.json",
         "detections": "dets.json",
     }
-    return DataSettings(name="vqa", root=str(root), files=files)
+    return DataConfig(name="vqa", root=str(root), files=files)
 
 
-def settings_of(tiny: TinyRefCOCO, name: str, files: dict[str, str]) -> DataSettings:
-    return DataSettings(name=name, root=str(tiny.images_root.parent), files=files)
+def settings_of(tiny: TinyRefCOCO, name: str, files: dict[str, str]) -> DataConfig:
+    return DataConfig(name=name, root=str(tiny.images_root.parent), files=files)
 
 
 def refcoco(tiny: TinyRefCOCO) -> RefCOCODataset:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from e2e_vl.config import DataSettings
+from e2e_vl.config import DataConfig
 from e2e_vl.text import build_vocabulary, load_tokenizer
 
 GT_7 = [[10, 20, 30, 40], [60, 10, 90, 40], [0, 0, 99, 59]]  # annotated in photo 7 (100 x 60), clamped
@@ -74,11 +74,11 @@ class TinyRefCOCO:
         return self
 
     @property
-    def settings(self) -> DataSettings:
+    def settings(self) -> DataConfig:
         """Settings of the folder, as RefCOCO."""
         names = {"instances": self.instances_file, "refs": self.refs_file, "detections": self.detections_file}
         files = {"images": self.images_root.name} | {key: path.name for key, path in names.items()}
-        return DataSettings(name="refcoco", root=str(self.images_root.parent), files=files)
+        return DataConfig(name="refcoco", root=str(self.images_root.parent), files=files)
 
     @property
     def tokenizer(self):

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from e2e_vl.config import DataSettings
+from e2e_vl.config import DataConfig
 from e2e_vl.data.config import CLASS_NAMES
 from e2e_vl.data.vcr import VCRDataset
 from e2e_vl.tasks.config import NEUTRAL_NAMES
@@ -64,9 +64,9 @@ class TinyVCR:
         """The files as they are now, read with these options."""
         return open_dataset(VCRDataset, self.write().settings(config=options), "val", "gt", training=training)
 
-    def settings(self, **changes) -> DataSettings:
+    def settings(self, **changes) -> DataConfig:
         files = {"images": "vcr1images", "questions": "{split}.jsonl"}
-        return DataSettings(**({"name": "vcr", "root": str(self.root), "files": files} | changes))
+        return DataConfig(**({"name": "vcr", "root": str(self.root), "files": files} | changes))
 
     @property
     def tokenizer(self):

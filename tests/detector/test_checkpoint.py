@@ -17,7 +17,7 @@ from detector.checkpoint import check_arrays, load_checkpoint, load_weights, rea
 from detector.config import DetectorConfig
 from detector.errors import MissingFileError, UserError
 from detector.faster_rcnn import FasterRCNN
-from e2e_vl.parts import DETECTORS
+from e2e_vl.registry import DETECTORS
 from tests.detector import published
 from tests.detector.test_io import LYING_DTYPES, scalar
 
@@ -128,8 +128,8 @@ def test_files_that_are_not_weights(tmp_path: Path, plain: FasterRCNN):
             load_checkpoint(plain, tmp_path / name)
 
 
-class Settings(dict):
-    """Settings of a training, as frameworks save them beside the weights."""
+class Config(dict):
+    """Config of a training, as frameworks save them beside the weights."""
 
 
 class Slots:
@@ -148,7 +148,7 @@ WEIGHTS = {"a.w": torch.ones(2)}
     [
         {"model": WEIGHTS, "args": argparse.Namespace(lr=1.0, path=PurePosixPath("x"))},
         {"model": WEIGHTS, "best": np.float64(2), "losses": np.arange(3.0), "names": np.array(["a"])},
-        {"state_dict": {f"model.{name}": value for name, value in WEIGHTS.items()}, "hyper_parameters": Settings(a=1)},
+        {"state_dict": {f"model.{name}": value for name, value in WEIGHTS.items()}, "hyper_parameters": Config(a=1)},
         {"net": {f"module._orig_mod.{name}": value for name, value in WEIGHTS.items()}, "settings": Slots()},
         {"model_state_dict": OrderedDict(WEIGHTS), "epoch": 3, "optimizer": {"state": {}}},
         {"model": {"state_dict": {"a._orig_mod.w": torch.ones(2)}}},

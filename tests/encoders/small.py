@@ -7,9 +7,9 @@ import dataclasses
 import torch
 
 from detector.structures import Regions
-from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
-from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig
-from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
+from e2e_vl.encoders.lxmert import LxmertEncoder, PretrainedLxmertConfig
+from e2e_vl.encoders.visual_bert import PretrainedVisualBertConfig, VisualBertEncoder
+from e2e_vl.encoders.vl_bert import PretrainedVLBertConfig, VLBertModel
 from e2e_vl.structures import TextBatch, TextRegions, gather_regions
 from tests.regions import regions_of_own_images
 
@@ -37,17 +37,17 @@ LXMERT = {**SHARED, "l_layers": 2, "r_layers": 1, "x_layers": 2, "initializer_ra
 
 def make_vl_bert(**changes) -> VLBertModel:
     torch.manual_seed(0)
-    return VLBertModel(VLBertConfig(**{**VL_BERT, **changes})).eval()
+    return VLBertModel(PretrainedVLBertConfig(**{**VL_BERT, **changes})).eval()
 
 
 def make_visual_bert(seed: int = 0, **changes) -> VisualBertEncoder:
     torch.manual_seed(seed)
-    return VisualBertEncoder(VisualBertEncoderConfig(**{**VISUAL_BERT, **changes})).eval()
+    return VisualBertEncoder(PretrainedVisualBertConfig(**{**VISUAL_BERT, **changes})).eval()
 
 
 def make_lxmert(**changes) -> LxmertEncoder:
     torch.manual_seed(0)
-    return LxmertEncoder(LxmertEncoderConfig(**{**LXMERT, **changes})).eval()
+    return LxmertEncoder(PretrainedLxmertConfig(**{**LXMERT, **changes})).eval()
 
 
 def make_inputs(lengths=(6, 3, 5), counts=(2, 4, 0), seed=1) -> tuple[TextBatch, TextRegions]:

@@ -14,7 +14,7 @@ from transformers import AutoModel
 from transformers.models.bert.modeling_bert import BertIntermediate
 
 from detector.errors import UserError
-from e2e_vl.encoders.base import Encoder, NoEncoder, NoEncoderConfig
+from e2e_vl.encoders.base import Encoder, NoEncoder, PretrainedNoEncoderConfig
 from e2e_vl.encoders.layers import same_image_mask
 from e2e_vl.structures import Ability, AttentionBlock
 from tests.encoders.small import (
@@ -38,7 +38,7 @@ VARIANTS = {
     "vl_bert no image on words": (make_vl_bert, {"image_feature_on_words": False, "uses_whole_image": False}),
     "vl_bert paper": (
         make_vl_bert,
-        {"geometry": "corners", "visual_part_on_end": True, "region_word": "img", "new_layers": "normal"}
+        {"geometry": "corners", "visual_part_on_end": True, "region_word": "img", "projection_init": "normal"}
         | {"whole_image_in_sequence": False, "text_only_embedding": True},
     ),
     "vl_bert pooler": (make_vl_bert, {"with_pooler": True, "text_only_embedding": True}),
@@ -55,7 +55,7 @@ VARIANTS = {
         {"project_equal_sizes": False, "hidden_size": 12, "num_attention_heads": 3},
     ),
     "lxmert": (make_lxmert, {}),
-    "lxmert paper": (make_lxmert, {"cross_attention": "separate", "with_segments": False, "pooled": "state"}),
+    "lxmert paper": (make_lxmert, {"cross_attention": "separate", "with_segments": False, "pooling": "state"}),
     "lxmert two images": (make_lxmert, {"max_images": 2}),
     "lxmert masked features": (make_lxmert, {"masked_region_feature": True}),
 }
@@ -377,7 +377,7 @@ def test_the_summary_is_the_state_at_a_position_or_else_the_pooled_one(make):
 def test_without_an_encoder_regions_go_through_unchanged_with_their_gradient():
     texts, regions = make_inputs()
     regions.features.requires_grad_()
-    encoder = NoEncoder(NoEncoderConfig(vocab_size=5, feature_dim=12))
+    encoder = NoEncoder(PretrainedNoEncoderConfig(vocab_size=5, feature_dim=12))
     encoded = encoder(texts, regions)
     assert torch.equal(encoded.regions, regions.features)
     assert torch.equal(encoded.text, torch.zeros(3, 6, 12))

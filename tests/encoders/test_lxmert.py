@@ -104,7 +104,7 @@ def test_the_options_of_the_paper():
     before, after = shared(texts, regions), separate(texts, regions)
     assert changed(before.regions, after.regions)[regions.attention_mask].all()
 
-    plain = make_model(with_segments=False, pooled="state")
+    plain = make_model(with_segments=False, pooling="state")
     output = plain(texts, regions)
     torch.testing.assert_close(output.summary, output.text[:, 0])
     other = dataclasses.replace(texts, token_type_ids=1 - texts.token_type_ids)
@@ -136,7 +136,7 @@ def test_a_named_region_carries_the_mean_position_of_its_words(slots):
     )
 
 
-BUTD = {"pooled": "butd", "r_layers": 0, "x_layers": 0}
+BUTD = {"pooling": "butd", "r_layers": 0, "x_layers": 0}
 
 
 @pytest.mark.parametrize("words", [{}, {"l_layers": 0, "with_lstm": True}], ids=["bert", "lstm"])

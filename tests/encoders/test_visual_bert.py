@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, VisualBertConfig, VisualBertModel
 
 from e2e_vl.encoders.layers import region_word_alignment
-from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig, relative_box_coordinates
+from e2e_vl.encoders.visual_bert import PretrainedVisualBertConfig, VisualBertEncoder, relative_box_coordinates
 from e2e_vl.text import CLS, MASK, SEP, Template
 from tests.encoders.small import VISUAL_BERT, changed, make_inputs, name_regions, one_text, regions_of_images
 from tests.encoders.small import make_visual_bert as make_encoder
@@ -19,7 +19,7 @@ POSITIONS, VISUAL_POSITIONS = "position_embeddings", "visual_position_embeddings
 
 def test_transformers_keeps_its_own_visual_bert():
     assert isinstance(AutoConfig.for_model("visual_bert"), VisualBertConfig)
-    assert isinstance(AutoConfig.for_model("visual_bert_encoder"), VisualBertEncoderConfig)
+    assert isinstance(AutoConfig.for_model("visual_bert_encoder"), PretrainedVisualBertConfig)
 
 
 # Summary and images

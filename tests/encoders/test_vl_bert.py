@@ -30,7 +30,7 @@ def test_whole_image_reaches_the_end_only_if_asked_for(has_visual_part):
 
 
 def test_initialization():
-    """With `new_layers: normal` as in BERT; otherwise the region projection has PyTorch's default."""
+    """With `projection_init: normal` as in BERT; otherwise the region projection has PyTorch's default."""
     fields = {"vocab_size": 2000, "initializer_range": 0.05, "embedding_init_std": 0.4}
     fields |= {"visual_size": 40, "feature_dim": 600}
     model = make_model(**fields).requires_grad_(False)
@@ -42,7 +42,7 @@ def test_initialization():
     bound = (VL_BERT["geometry_dim"] + 600) ** -0.5  # PyTorch's default for a Linear
     assert official.region_projection.weight.abs().max() == pytest.approx(bound, rel=0.01)
     assert official.region_projection.bias.abs().sum() > 0
-    normal = make_model(new_layers="normal", **fields).requires_grad_(False).embeddings
+    normal = make_model(projection_init="normal", **fields).requires_grad_(False).embeddings
     assert normal.region_projection.weight.std() == pytest.approx(0.05, rel=0.05)
     assert normal.region_projection.weight.abs().max() > 0.15  # a normal distribution has tails
     assert normal.region_projection.bias.abs().sum() == 0

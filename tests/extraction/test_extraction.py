@@ -20,7 +20,8 @@ from detector.errors import UserError
 from detector.faster_rcnn import FasterRCNN
 from detector.images import ResizeRule, load_resized, make_image_batch, normalise_images, resize_boxes
 from detector.structures import ImageBatch
-from e2e_vl.config import ExtractionSettings, save_config
+from e2e_vl.config import ExtractionConfig
+from e2e_vl.config_files import save_config
 from e2e_vl.data.features import RegionFeatures, open_features
 from e2e_vl.data.user_inputs import GivenBoxes, ListedImage, list_images
 from e2e_vl.extraction import bulk
@@ -43,7 +44,7 @@ from tests.weights.starts import replaced, same
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 RULE = SelectionRule(0.9, 12, 20)
-FOUR_TO_SIX = ExtractionSettings("score", SelectionRule(0.0, 4, 6))
+FOUR_TO_SIX = ExtractionConfig("score", SelectionRule(0.0, 4, 6))
 SIZES = [(70, 90), (70, 90), (90, 70), (40, 120), (70, 90)]
 YAML = """
 MODEL:
@@ -104,7 +105,7 @@ def test_features_of_the_proposal_with_a_refined_box(source, input_of):
     """The boxes are the boxes of "final"; the features are not."""
     numbers, image = SelectionRule(0.0, 5, 5), input_of("0")
     final, proposal = (
-        RegionExtractor(source.detector, ExtractionSettings("maxnms", numbers, of))([image])[0]
+        RegionExtractor(source.detector, ExtractionConfig("maxnms", numbers, of))([image])[0]
         for of in ("final", "proposal")
     )
     assert np.array_equal(final.boxes, proposal.boxes) and np.array_equal(final.classes, proposal.classes)
@@ -120,7 +121,7 @@ def test_features_of_the_proposal_with_a_refined_box(source, input_of):
 
 
 def by_score(detector: FasterRCNN, image: InputImage, rule: SelectionRule) -> RegionFeatures:
-    return RegionExtractor(detector, ExtractionSettings("score", rule))([image])[0]
+    return RegionExtractor(detector, ExtractionConfig("score", rule))([image])[0]
 
 
 def test_the_score_rule(source, input_of):
@@ -174,14 +175,14 @@ def test_sure_proposals_with_many_classes_leave_room_for_the_others():
 def test_a_detector_without_attributes():
     bare = FasterRCNN(DetectorConfig.from_flat({"MODEL.RESNETS.DEPTH": 18, "MODEL.RESNETS.RES2_OUT_CHANNELS": 8}))
     with refused("attribute head"):
-        RegionExtractor(bare, ExtractionSettings("score", attributes=True))
+        RegionExtractor(bare, ExtractionConfig("score", attributes=True))
 
 
 @pytest.mark.parametrize("features_of", ["final", "proposal"])
 def test_one_image_has_the_regions_of_bulk_extraction(source, folder: Path, tmp_path: Path, features_of):
     detector = changed(source.detector, {"MODEL.ROI_HEADS.FEATURES_OF": features_of})
     source = dataclasses.replace(source, detector=detector)
-    settings = ExtractionSettings("score", RULE, features_of)
+    settings = ExtractionConfig("score", RULE, features_of)
     job = ExtractionJob(list_images(folder), tmp_path / "out", "npz", source, settings, batch_size=1, workers=0)
     extract_images(job, make_accelerator("no"))
     store = open_features(job.output)
@@ -255,10 +256,10 @@ def described_again(source, image, boxes: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     "settings",
     [
-        ExtractionSettings("score", SelectionRule(0.0, 6, 6)),
-        ExtractionSettings("maxconf", SelectionRule(0.5, 3, 8), "proposal", attributes=True),
-        ExtractionSettings("maxconf", SelectionRule(0.5, 3, 8), "final"),
-        ExtractionSettings("maxnms", SelectionRule(0.0, 7, 7), "final", attributes=True),
+        ExtractionConfig("score", SelectionRule(0.0, 6, 6)),
+        ExtractionConfig("maxconf", SelectionRule(0.5, 3, 8), "proposal", attributes=True),
+        ExtractionConfig("maxconf", SelectionRule(0.5, 3, 8), "final"),
+        ExtractionConfig("maxnms", SelectionRule(0.0, 7, 7), "final", attributes=True),
     ],
     ids=lambda settings: f"{settings.rule}-{settings.features_of}",
 )
@@ -283,7 +284,7 @@ def test_features_are_those_of_the_boxes(settings, make_job, source, input_of):
 def test_given_boxes(make_job, source, input_of):
     boxes = np.array([[3.2, 4, 50, 60.7], [0, 0, 200, 300], [10, 10, 12, 30]])
     given = {"0": GivenBoxes(boxes, np.array([5, 4, 9])), "3": GivenBoxes(boxes + 500, np.array([1, 2, 3]))}
-    settings = ExtractionSettings("given", image_feature=True)
+    settings = ExtractionConfig("given", image_feature=True)
     summary = extract(make_job("hdf5", settings=settings, given_boxes=given))
     assert summary.extracted == 4 and list(summary.failures) == ["3"] and "lies outside" in summary.failures["3"]
     store = open_features(make_job("hdf5").output)
@@ -299,7 +300,7 @@ def test_given_boxes(make_job, source, input_of):
 
 
 def test_given_boxes_of_a_photo_annotated_without_its_exif_rotation(make_job, tmp_path):
-    job = make_job("npz", settings=ExtractionSettings("given"))
+    job = make_job("npz", settings=ExtractionConfig("given"))
     photo = job.images[0]
     with Image.open(photo.path) as image:
         stored, size = image.convert("RGB"), (image.height, image.width)
@@ -375,7 +376,7 @@ def test_a_damaged_image_does_not_stop_the_others(layout, make_job, folder, tmp_
 def test_other_settings_need_another_output(make_job):
     extract(make_job())
     extract(make_job("tsv"))
-    other = ExtractionSettings("score", SelectionRule(0.0, 4, 5))
+    other = ExtractionConfig("score", SelectionRule(0.0, 4, 5))
     with refused("out", "box_rule"):
         extract(make_job(settings=other))
     with refused("out.tsv"):

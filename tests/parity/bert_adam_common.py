@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from e2e_vl.config import TrainSettings
+from e2e_vl.config import TrainConfig
 from e2e_vl.run.optim import BertAdam, build_schedule
 from tests.parity.vl_bert_common import Golden
 
@@ -21,9 +21,9 @@ PARAMETERS = ("a", "b")
 class Recorded:
     """Two parameters, their gradients of every update, and the optimiser with the settings of one case."""
 
-    def __init__(self, golden: Golden, case: dict[str, Any], clip_tensor_norm: float | None) -> None:
+    def __init__(self, golden: Golden, case: dict[str, Any], max_grad_norm_per_tensor: float | None) -> None:
         self.options, self.case = golden.meta["configs"]["optim"], case
-        self.clip_tensor_norm = clip_tensor_norm
+        self.max_grad_norm_per_tensor = max_grad_norm_per_tensor
         arrays = golden["optim"]
         self.values = {name: nn.Parameter(arrays[f"in.{name}"].double()) for name in PARAMETERS}
         self.gradients = {name: arrays[f"in.grads_{name}"].double() for name in PARAMETERS}
@@ -40,14 +40,14 @@ class Recorded:
             }
             for name, value in self.values.items()
         ]
-        return BertAdam(groups, tuple(self.options["betas"]), self.options["eps"], self.clip_tensor_norm)
+        return BertAdam(groups, tuple(self.options["betas"]), self.options["eps"], self.max_grad_norm_per_tensor)
 
     def start_schedule(self, steps_done: int) -> torch.optim.lr_scheduler.LambdaLR:
         total = self.case.get("t_total", -1)
         if total == -1:
-            settings = TrainSettings(optimizer="bert_adam", schedule="constant")
+            settings = TrainConfig(optimizer="bert_adam", schedule="constant")
         else:
-            settings = TrainSettings(optimizer="bert_adam", warmup_share=self.case["warmup"])
+            settings = TrainConfig(optimizer="bert_adam", warmup_ratio=self.case["warmup"])
         return build_schedule(self.optimizer, settings, total, steps_done=steps_done)
 
     def resume(self, steps_done: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
+from e2e_vl.encoders.lxmert import LxmertEncoder, PretrainedLxmertConfig
 from e2e_vl.structures import TextBatch, TextRegions
 from e2e_vl.weights.lxmert import OfficialLxmert
 from tests.parity.vl_bert_common import RELATIVE, Golden, assert_near
@@ -44,11 +44,11 @@ def golden(golden_root: Path) -> Golden:
     return Golden(golden_root / "lxmert", OPTIONAL)
 
 
-def encoder_config(golden: Golden, **fields) -> LxmertEncoderConfig:
+def encoder_config(golden: Golden, **fields) -> PretrainedLxmertConfig:
     recorded = golden.meta["configs"]["encoder"]
     assert recorded["visual_pos_dim"] == 4
     same = {name: recorded[name] for name in SAME_FIELDS}
-    return LxmertEncoderConfig(**same, feature_dim=recorded["visual_feat_dim"], **fields)
+    return PretrainedLxmertConfig(**same, feature_dim=recorded["visual_feat_dim"], **fields)
 
 
 def official_weights(golden: Golden, name: str) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LxmertConfig, LxmertModel
 
-from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
+from e2e_vl.encoders.lxmert import LxmertEncoder, PretrainedLxmertConfig
 from e2e_vl.structures import EncoderOutput, TextRegions
 from tests.parity import lxmert_common as common
 from tests.parity.lxmert_common import (
@@ -187,7 +187,7 @@ def test_official_names_and_shapes_at_full_size(golden, kind, module):
         del official[name]
     encoder_state, head = our_weights(official)
     with torch.device("meta"):
-        ours = LxmertEncoder(LxmertEncoderConfig()).state_dict()
+        ours = LxmertEncoder(PretrainedLxmertConfig()).state_dict()
     assert {name: value.shape for name, value in encoder_state.items()} == {
         name: value.shape for name, value in ours.items()
     }

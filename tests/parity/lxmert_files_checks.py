@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from e2e_vl.config import BoxSource, DataSettings
+from e2e_vl.config import BoxSource, DataConfig
 from e2e_vl.data.answer_lists import read_answers
 from e2e_vl.data.base import DataNeeds, VLDataset, open_options
 from e2e_vl.data.features import TsvStore
 from e2e_vl.data.image_loader import StoredBoxes
 from e2e_vl.data.lxmert import ImageSentenceDataset, ListedPairDataset, ScoredQuestionDataset
 from e2e_vl.metrics.vqa import VQAPrediction
-from e2e_vl.parts import DATASETS
+from e2e_vl.registry import DATASETS
 from e2e_vl.samples import ScoredAnswers
 from e2e_vl.tasks.config import GQAConfig, VQAConfig
 from e2e_vl.tasks.gqa import GQATask
@@ -63,7 +63,7 @@ def opened(golden, kind: type[VLDataset], files: dict[str, str], sets: dict[str,
     golden.require("data")
     options = {"image_sets": sets, "skip_missing_images": True}
     name = next(name for name, part in DATASETS.items() if part.cls is kind)
-    settings = DataSettings(name=name, root=str(golden.folder / "data"), files=files, config=options)
+    settings = DataConfig(name=name, root=str(golden.folder / "data"), files=files, config=options)
     return kind(*open_options(kind, settings), split, DataNeeds(BoxSource.PRECOMPUTED))
 
 

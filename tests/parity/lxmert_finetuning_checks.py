@@ -42,8 +42,8 @@ def answering_task(hidden_size: int, answers: int) -> VQATask:
             answers=[f"answer {number}" for number in range(answers)],
             head_width=2,
             dropout=0.0,
-            new_layers="normal",
-            initialise_from_words=False,
+            head_init="normal",
+            init_from_words=False,
         ),
     )
 

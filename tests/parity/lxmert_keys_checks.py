@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from e2e_vl.config import load_config
-from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
+from e2e_vl.config_files import load_config
+from e2e_vl.encoders.lxmert import LxmertEncoder, PretrainedLxmertConfig
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.gqa import GQATask
 from e2e_vl.tasks.nlvr2 import NLVR2Task
@@ -34,7 +34,7 @@ def shipped_task(kind: str, answers: int) -> nn.Module:
     settings = config.task.config
     names = [f"answer {number}" for number in range(answers)]
     with torch.device("meta"):
-        encoder = LxmertEncoder(LxmertEncoderConfig(**msgspec.structs.asdict(config.encoder.config)))
+        encoder = LxmertEncoder(PretrainedLxmertConfig(**msgspec.structs.asdict(config.encoder.config)))
         sizes = Sizes(
             encoder.hidden_size,
             encoder.config.vocab_size,

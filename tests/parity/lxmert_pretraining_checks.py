@@ -12,9 +12,9 @@ from torch import Tensor
 from detector.config import DetectorConfig
 from detector.structures import ImageBatch, PrecomputedDetector, PrecomputedFeatures
 from e2e_vl.encoders.lxmert import LxmertEncoder
-from e2e_vl.examples import Targets
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch, MaskingBatch, ModelOutput, RegionLabels, RegionMasks
+from e2e_vl.targets import Targets
 from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.base import Sizes
 from e2e_vl.tasks.objectives.texts import AnswerLabel, MatchTargets

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from e2e_vl.config import TrainSettings
+from e2e_vl.config import TrainConfig
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run.optim import BertAdam, build_schedule
 from e2e_vl.weights.base import ModelWeights
@@ -34,7 +34,7 @@ def test_updates_of_the_whole_model(golden):
     parameters = [*model.encoder.parameters(), *model.task.parameters()]
     group = {"params": parameters, "lr": options["lr"], "weight_decay": options["weight_decay"]}
     optimizer = BertAdam([group], tuple(options["betas"]), options["eps"], None)
-    settings = TrainSettings(optimizer="bert_adam", warmup_share=options["warmup"])
+    settings = TrainConfig(optimizer="bert_adam", warmup_ratio=options["warmup"])
     schedule = build_schedule(optimizer, settings, options["t_total"], steps_done=0)
     assert len(recorded["loss"]) == options["updates"]
     for step in range(options["updates"]):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from e2e_vl.encoders.layers import SequenceLayout
-from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig
+from e2e_vl.encoders.visual_bert import PretrainedVisualBertConfig, VisualBertEncoder
 from e2e_vl.structures import EncoderOutput, TextBatch, TextRegions
 from e2e_vl.tasks.objectives.base import MLMHead
 from e2e_vl.text import load_tokenizer
@@ -74,10 +74,10 @@ def part_of(rules: dict[str, Any], *keys: str) -> Any:
     return found
 
 
-def encoder_config(golden: Golden, **fields: Any) -> VisualBertEncoderConfig:
+def encoder_config(golden: Golden, **fields: Any) -> PretrainedVisualBertConfig:
     """The recorded encoder; the pooler's gradients are recorded too, although its optimiser leaves it out."""
     recorded = golden.meta["configs"]["encoder"]
-    return VisualBertEncoderConfig(
+    return PretrainedVisualBertConfig(
         **{field: recorded[field] for field in FIELDS},
         hidden_act=recorded["hidden_act"].split()[0],  # "gelu (erf)"
         feature_dim=recorded["visual_embedding_dim"],

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from e2e_vl.data.config import VCROptions
+from e2e_vl.data.config import VCRDatasetConfig
 from e2e_vl.data.vcr import VCRDataset
 from e2e_vl.encoders.visual_bert import VisualBertEncoder
-from e2e_vl.examples import TextExample
+from e2e_vl.preprocessing import EncodedText
 from e2e_vl.samples import CorrectChoice, HumanAnswers, Sample, SampleText
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.config import PretrainingConfig
@@ -59,12 +59,12 @@ def worded(
     objectives: dict[str, Any],
     pool: list[str] | None = None,
     own: Iterable[int] = (),
-) -> TextExample:
+) -> EncodedText:
     """One text as the settings of VisualBERT's pre-training word it."""
     settings = {"masked_text": 0.0, "masked_regions": 0.0} | objectives
     settings["masked_words"] = {"weight": 1.0, "whole_words": False} | settings.get("masked_words", {})
     made = build_objectives(settings, Sizes(8, len(rules_tokenizer)))
-    task = PretrainingTask(Sizes(8, len(rules_tokenizer)), PretrainingConfig(cut_pairs="fronts_too_much"), made)
+    task = PretrainingTask(Sizes(8, len(rules_tokenizer)), PretrainingConfig(pair_truncation="fronts_too_much"), made)
     preprocessor = task.preprocessor(TextTokenizer(rules_tokenizer, VisualBertEncoder.layout, training=True))
     sample = Sample((), (dataclasses.replace(text, image_index=()),), pool=pool, own_texts=list(own))
     [example] = preprocessor(sample, (), lambda _: draws)
@@ -72,7 +72,7 @@ def worded(
     return example
 
 
-def assert_text(example: TextExample, recorded: dict[str, Any], rules_tokenizer: PreTrainedTokenizerBase) -> None:
+def assert_text(example: EncodedText, recorded: dict[str, Any], rules_tokenizer: PreTrainedTokenizerBase) -> None:
     assert rules_tokenizer.convert_ids_to_tokens(example.encoding.input_ids) == recorded["tokens"]
     assert example.encoding.token_type_ids.tolist() == recorded["token_type_ids"]
 
@@ -119,8 +119,8 @@ def own_captions(captions: list[dict[str, Any]], row: int) -> list[int]:
 
 
 OBJECTIVE = {
-    "two_sentence": {"weight": 1.0, "texts": "pair"},
-    "single": {"weight": 1.0, "texts": "single"},
+    "two_sentence": {"weight": 1.0, "text_format": "pair"},
+    "single": {"weight": 1.0, "text_format": "single"},
     "mlm_only": 0.0,
 }
 
@@ -238,7 +238,7 @@ def test_pretraining_sentences_about_two_images(data_rules, rules_tokenizer):
         pytest.skip("the set has no NLVR2 text of pre-training; it is optional")
     for one in found:
         text = SampleText(0, one["item"]["sentence"], {}, CorrectChoice(one["label"]), image_index=())
-        settings = {"relationship": {"weight": 1.0, "texts": "labelled"}}
+        settings = {"relationship": {"weight": 1.0, "text_format": "labelled"}}
         example = worded(rules_tokenizer, text, Draws(), settings)
         assert_text(example, one, rules_tokenizer)
         assert int(example.targets.parts["relationship"].is_match) == one["sentence_label"]
@@ -255,7 +255,7 @@ def test_pretraining_captions_of_flickr30k(data_rules, rules_tokenizer):
 def test_pretraining_which_text_of_a_question_is_read(data_rules):
     """`complete_shuffle` gives a question the same of its eight texts always: four answers, then four rationales."""
     reader = VCRDataset.__new__(VCRDataset)
-    reader.options = VCROptions(question="in_turn")
+    reader.options = VCRDatasetConfig(question="in_turn")
     for one in part_of(data_rules, "vcr", "shuffled_index"):
         item, which = one["index"] // 8, one["which"]
         assert one["item"] == item

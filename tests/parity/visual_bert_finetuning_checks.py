@@ -16,10 +16,10 @@ from torch import nn
 
 from detector.structures import ImageBatch
 from e2e_vl.encoders.visual_bert import VisualBertEncoder
-from e2e_vl.examples import Ragged, Targets
 from e2e_vl.metrics.vqa import UNKNOWN
 from e2e_vl.run.optim import build_optimizer
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextBatch, TextRegions
+from e2e_vl.targets import Ragged, Targets
 from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.config import Flickr30KConfig, NLVR2Config, VCRConfig, VQAConfig
 from e2e_vl.tasks.flickr30k import Flickr30KTargets, Flickr30KTask
@@ -108,7 +108,7 @@ def answering(golden: Golden, **fields: Any) -> tuple[Answering, Batch]:
         answers=answers,
         hidden_layer=False,
         loss="divergence",
-        initialise_from_words=False,
+        init_from_words=False,
         **{"dropout": 0.1, **fields},
     )
     model = Answering(golden, "vqa", VQATask(golden.meta["configs"]["encoder"]["hidden_size"], config))

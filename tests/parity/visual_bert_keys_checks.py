@@ -13,8 +13,8 @@ from torch import Tensor
 
 from detector.config import DetectorConfig
 from detector.r2c import R2CNetwork
-from e2e_vl.config import load_config
-from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig
+from e2e_vl.config_files import load_config
+from e2e_vl.encoders.visual_bert import PretrainedVisualBertConfig, VisualBertEncoder
 from e2e_vl.tasks.base import Sizes, Task
 from e2e_vl.tasks.config import Flickr30KConfig, NLVR2Config, VCRConfig, VQAConfig
 from e2e_vl.tasks.flickr30k import Flickr30KTask
@@ -84,7 +84,7 @@ def encoder_of(layout: dict[str, list[int]], **fields: Any) -> VisualBertEncoder
     hidden, width = rows("embeddings.projection.weight")
     with torch.device("meta"):
         return VisualBertEncoder(
-            VisualBertEncoderConfig(
+            PretrainedVisualBertConfig(
                 vocab_size=rows("embeddings.word_embeddings.weight")[0],
                 hidden_size=hidden,
                 num_hidden_layers=len({name.split(".")[4] for name in layout if name.startswith(f"{TRUNK}encoder.")}),
@@ -111,7 +111,7 @@ def task_of(name: str, head: dict[str, Tensor], encoder: VisualBertEncoder) -> T
     with torch.device("meta"):
         if name == "vqa":
             answers = [str(number) for number in range(len(head["head.output.bias"]))]
-            return VQATask(hidden_size, VQAConfig(answers=answers, hidden_layer=False, initialise_from_words=False))
+            return VQATask(hidden_size, VQAConfig(answers=answers, hidden_layer=False, init_from_words=False))
         if name == "vcr":
             return VCRTask(hidden_size, VCRConfig(region_loss_weight=0))
         if name == "nlvr2":

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from e2e_vl.config import TrainSettings
+from e2e_vl.config import TrainConfig
 from e2e_vl.run.optim import build_optimizer, build_schedule
 from tests.parity import visual_bert_common as common
 from tests.parity.visual_bert_common import (
@@ -23,12 +23,12 @@ LAYERS = ("encoder.encoder.layer.",)  # inside of them the recorded lists name o
 ROUNDING = 1e-6  # of the largest movement: what has a gradient of rounding errors only moves less
 
 
-def settings(golden: Golden, **changes: Any) -> TrainSettings:
+def settings(golden: Golden, **changes: Any) -> TrainConfig:
     """The official optimiser's; the schedule is that of configs.training."""
     if not {"optim", "training"} <= golden.meta["configs"].keys():
         pytest.skip("the set has no settings of the optimiser; they are optional")
     optim, training = (golden.meta["configs"][name] for name in ("optim", "training"))
-    return TrainSettings(
+    return TrainConfig(
         optimizer="bert_adam",
         lr=training["learning_rate"],
         betas=optim["betas"],
@@ -36,9 +36,9 @@ def settings(golden: Golden, **changes: Any) -> TrainSettings:
         weight_decay=max(optim["weight_decay"].values()),
         decay_norm_and_bias=False,
         decay_bn_scales=True,
-        warmup_share=training["warmup_proportion"],
-        clip_norm=None,
-        clip_tensor_norm=optim["max_grad_norm_per_tensor"],
+        warmup_ratio=training["warmup_proportion"],
+        max_grad_norm=None,
+        max_grad_norm_per_tensor=optim["max_grad_norm_per_tensor"],
         **changes,
     )
 

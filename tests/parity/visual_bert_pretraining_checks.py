@@ -31,7 +31,7 @@ visual_golden = common.visual_golden
 OFFICIAL_LOSSES = {"masked_words": "masked_lm_loss", "relationship": "next_sentence_loss"}
 OFFICIAL = {
     "masked_words": {"weight": 1.0, "whole_words": False},
-    "relationship": {"weight": 1.0, "texts": "pair"},
+    "relationship": {"weight": 1.0, "text_format": "pair"},
     "masked_text": 0.0,
     "masked_regions": 0.0,
 }

@@ -17,12 +17,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from detector.structures import ImageBatch
-from e2e_vl.config import load_config
+from e2e_vl.config_files import load_config
 from e2e_vl.data.flickr30k import EntitySentence, read_sentences
 from e2e_vl.data.nlvr2 import read_examples
 from e2e_vl.encoders.visual_bert import VisualBertEncoder, relative_box_coordinates
-from e2e_vl.examples import TextExample
 from e2e_vl.metrics.flickr30k import correct_candidates
+from e2e_vl.preprocessing import EncodedText
 from e2e_vl.samples import CorrectChoice, EntityPhrases, HumanAnswers, SampleText
 from e2e_vl.structures import Batch, ModelOutput, TaskOutput, TextBatch
 from e2e_vl.tasks.base import Task
@@ -128,7 +128,7 @@ def described(data_rules, tmp_path_factory) -> list[EntitySentence]:
     return [one for one in read_sentences(file) if any(phrase.chain in truth for phrase in one.phrases)]
 
 
-def grounded(data_rules: dict[str, Any], sentence: EntitySentence, tokenizer: PreTrainedTokenizerBase) -> TextExample:
+def grounded(data_rules: dict[str, Any], sentence: EntitySentence, tokenizer: PreTrainedTokenizerBase) -> EncodedText:
     truth = data_rules["flickr"]["ground_truth"]
     phrases = [phrase for phrase in sentence.phrases if phrase.chain in truth]
     boxes = EntityPhrases(

@@ -17,13 +17,14 @@ from detector.config import DetectorConfig
 from detector.images import ResizeRule
 from detector.r2c import NetworkSizes, R2CNetwork
 from detector.structures import ImageBatch
-from e2e_vl.config import DataSettings, RunConfig, load_config
+from e2e_vl.config import DataConfig, RunConfig
+from e2e_vl.config_files import load_config
 from e2e_vl.data.base import DataFiles, DataNeeds
-from e2e_vl.data.config import VCROptions
+from e2e_vl.data.config import VCRDatasetConfig
 from e2e_vl.data.image_loader import instance_mask
 from e2e_vl.data.vcr import VCRDataset, find_relevant_objects
 from e2e_vl.encoders.visual_bert import VisualBertEncoder
-from e2e_vl.examples import TextExample
+from e2e_vl.preprocessing import EncodedText
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, CorrectChoice, SampleImage
 from e2e_vl.tasks.vcr import Piece, VCRTask, sentence_words, truncate_choices
 from e2e_vl.text import TextTokenizer
@@ -42,7 +43,7 @@ def settings() -> RunConfig:
     return load_config(ROOT / "configs/vcr/visual_bert_q2a.yaml", ["data.root=DATA"])
 
 
-def texts_of(data_rules, rules_tokenizer, settings, kind: str) -> list[TextExample]:
+def texts_of(data_rules, rules_tokenizer, settings, kind: str) -> list[EncodedText]:
     item, boxes = part_of(data_rules, "vcr", "item"), part_of(data_rules, "vcr", "boxes_used")
     is_answer = kind == "answer"
     query = [item["question"]] if is_answer else [item["question"], item["answer_choices"][item["answer_label"]]]
@@ -97,9 +98,9 @@ def test_boxes_of_a_question(data_rules, tmp_path, kind, objects):
     line = {**item, "annot_id": "val-0", "img_fn": "a.png", "metadata_fn": "a.json", "movie": "film"}
     (tmp_path / "val.jsonl").write_text(json.dumps(line) + "\n")
     names = tuple(dict.fromkeys(item["objects"]))
-    options = VCROptions(question=kind, objects=objects, class_names=names)
+    options = VCRDatasetConfig(question=kind, objects=objects, class_names=names)
     files = {"images": ".", "questions": "val.jsonl"}
-    settings = DataSettings(name="vcr", root=str(tmp_path), files=files)
+    settings = DataConfig(name="vcr", root=str(tmp_path), files=files)
     dataset = VCRDataset(DataFiles(settings, VCRDataset.file_keys), options, "val", DataNeeds())
     [group] = dataset.groups
     corners = [[0, 0, 9, 9, 0.9]] * len(item["objects"])

@@ -14,11 +14,11 @@ from safetensors.numpy import load_file
 
 from detector.config import InputConfig
 from detector.images import ResizeRule, mask_rectangles, normalise_images
-from e2e_vl.config import BoxSource, DataSettings
+from e2e_vl.config import BoxSource, DataConfig
 from e2e_vl.data.base import DataFiles, DataNeeds
-from e2e_vl.data.batching import ExampleDataset, Request, collate
+from e2e_vl.data.batching import EncodedDataset, Request, collate
 from e2e_vl.data.captions import CaptionDataset, VLBertCaptions
-from e2e_vl.data.config import CaptionOptions
+from e2e_vl.data.config import CaptionDatasetConfig
 from e2e_vl.data.image_loader import ImageLoader, ImageRules
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.tasks.objectives.words import WordMasking
@@ -76,14 +76,14 @@ def test_captions_sizes_of_resized_images(golden_root):
 def test_captions_image_boxes_classes_and_words_are_those_of_the_official_code(facts, arrays, source):
     short, long = facts["scales"]
     files = {"detections": source.lines.path.name}
-    settings = DataSettings(name="captions", root=str(source.lines.path.parent), files=files)
-    options = CaptionOptions(source="json_lines")
+    settings = DataConfig(name="captions", root=str(source.lines.path.parent), files=files)
+    options = CaptionDatasetConfig(source="json_lines")
     captions = CaptionDataset(DataFiles(settings, tuple(files)), options, "val", DataNeeds(BoxSource.DETECTIONS))
     text_tokenizer = TextTokenizer(load_tokenizer(source.lines.path.parent / "vocab.txt"), VLBertModel.layout)
     preprocessor = PretrainingPreprocessor(text_tokenizer, {"masked_words": WordMasking(text_tokenizer)})
     for number, case in enumerate(facts["cases"]):
         rules = ImageRules((ResizeRule(short, long, "truncate"),), flip_probability=float(case["flip"]))
-        dataset = ExampleDataset(captions, ImageLoader(rules, BoxSource.DETECTIONS), preprocessor)
+        dataset = EncodedDataset(captions, ImageLoader(rules, BoxSource.DETECTIONS), preprocessor)
         example = dataset[Request(0, (0,))]
         batch = collate([example])
 

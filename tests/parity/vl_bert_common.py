@@ -21,7 +21,7 @@ from torch import Tensor
 from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.structures import ImageBatch
-from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
+from e2e_vl.encoders.vl_bert import PretrainedVLBertConfig, VLBertModel
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import TextBatch
 from e2e_vl.tasks.config import ReferringConfig
@@ -104,11 +104,11 @@ def assert_near(ours: Tensor, recorded: Tensor, name: str, relative: float = REL
     assert difference <= relative * scale, f"{name}: differs by {difference:.3g}, largest value {scale:.3g}"
 
 
-def encoder_config(golden: Golden, name: str, **fields: Any) -> VLBertConfig:
+def encoder_config(golden: Golden, name: str, **fields: Any) -> PretrainedVLBertConfig:
     """The encoder of a recorded model; `fields` are those that no recorded config has."""
     recorded, visual = golden.meta["configs"][name], golden.meta["configs"]["visual"]
     recorded = recorded.get("VLBERT", recorded)
-    return VLBertConfig(
+    return PretrainedVLBertConfig(
         **{field: recorded[field] for field in BERT_FIELDS},
         visual_layer_norm=recorded["visual_ln"],
         feature_dim=visual["feature_dim"],

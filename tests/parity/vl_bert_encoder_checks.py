@@ -10,9 +10,9 @@ from detector.boxes import pairwise_iou
 from detector.faster_rcnn import FasterRCNN
 from e2e_vl.encoders.layers import SequenceLayout, geometry_embedding
 from e2e_vl.encoders.vl_bert import VLBertModel
-from e2e_vl.examples import Ragged
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch
+from e2e_vl.targets import Ragged
 from e2e_vl.tasks.refcoco import ReferringTargets
 from tests.parity import vl_bert_common as common
 from tests.parity.vl_bert_common import (

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from e2e_vl.config import TrainSettings
+from e2e_vl.config import TrainConfig
 from e2e_vl.run.optim import build_optimizer, build_schedule
 
 TOLERANCE = 1e-6  # tests/run/test_optim.py tells the AdamWs apart, whose epsilons hardly matter here
@@ -40,23 +40,23 @@ def options(golden_root: Path) -> dict:
     return json.loads((golden_root / "vl_bert" / "meta.json").read_text())["configs"]["optim"]
 
 
-def settings_of(name: str, options: dict) -> TrainSettings:
+def settings_of(name: str, options: dict) -> TrainConfig:
     common = {
         "lr": options["base_lr"],
         "weight_decay": options["weight_decay"],
         "warmup_steps": options["warmup_steps"],
-        "clip_norm": options["clip_norm"],
-        "schedule_first": True,
+        "max_grad_norm": options["clip_norm"],
+        "schedule_skips_zero": True,
     }
     if name == "adamw":
         adamw = options["adamw"]
-        return TrainSettings(
+        return TrainConfig(
             optimizer="adamw_official", betas=adamw["betas"], eps=adamw["eps"], schedule="triangle", **common
         )
     sgd, milestones = options["sgd"], options["sgd"]["milestones"]
     schedule = "steps" if milestones else "constant"
     shares = [step / options["steps"] for step in milestones]
-    return TrainSettings(optimizer="sgd", momentum=sgd["momentum"], schedule=schedule, decay_shares=shares, **common)
+    return TrainConfig(optimizer="sgd", momentum=sgd["momentum"], schedule=schedule, milestones=shares, **common)
 
 
 @pytest.mark.parametrize("resumed", [False, True])
@@ -76,7 +76,7 @@ def test_optimiser_every_update(recorded, options, name, resumed):
                 group["lr"] = settings.lr
             schedule = build_schedule(optimizer, settings, steps, steps_done=step)
         a.grad, b.grad = recorded["in.grads_a"][step].clone(), recorded["in.grads_b"][step].clone()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
         assert float(norm) == pytest.approx(float(recorded[f"{name}.norm_before_clip"][step]), rel=TOLERANCE)
         for group in optimizer.param_groups:
             assert group["lr"] == pytest.approx(float(recorded[f"{name}.lr"][step]), rel=TOLERANCE, abs=1e-12)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from detector.faster_rcnn import FasterRCNN
 from detector.structures import ImageBatch, PrecomputedDetector, PrecomputedFeatures
-from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
-from e2e_vl.examples import Targets
+from e2e_vl.encoders.vl_bert import PretrainedVLBertConfig, VLBertModel
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch, MaskingBatch, ModelOutput, RegionLabels, RegionMasks
+from e2e_vl.targets import Targets
 from e2e_vl.tasks.config import (
     MaskedRegionsConfig,
     MaskedTextConfig,
@@ -35,7 +35,7 @@ VARIANTS = ("pretrain", "pretrain_rel", "pretrain_prec")
 PARTS = {"masked_words": "mlm_loss_wvc", "masked_text": "mlm_loss_aux", "masked_regions": "mvrc_loss"}
 
 
-def make_objectives(network: dict, config: VLBertConfig) -> dict[str, Objective]:
+def make_objectives(network: dict, config: PretrainedVLBertConfig) -> dict[str, Objective]:
     """The recorded losses, all of weight 1; the sentence-image relationship where it was switched on."""
     classes = network["VLBERT"]["visual_region_classes"]
     sizes = Sizes(config.hidden_size, config.vocab_size, config.feature_dim, classes - 1)

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from detector.structures import ImageBatch
-from e2e_vl.examples import Targets
 from e2e_vl.region_masking import truncate_batch
 from e2e_vl.structures import Batch, EncoderOutput, MaskingBatch, RegionLabels, RegionMasks, TextBatch
+from e2e_vl.targets import Targets
 from e2e_vl.tasks.config import MaskedRegionsConfig, PretrainingConfig
 from e2e_vl.tasks.objectives.base import Sizes
 from e2e_vl.tasks.objectives.regions import MaskedRegions

@@ -17,8 +17,8 @@ from detector.structures import ImageBatch
 from e2e_vl.data.batching import pad_texts
 from e2e_vl.data.image_loader import instance_mask
 from e2e_vl.encoders.vl_bert import VLBertModel
-from e2e_vl.examples import TextExample
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.preprocessing import EncodedText
 from e2e_vl.structures import Batch, RegionLabels
 from e2e_vl.tasks.config import NEUTRAL_NAMES, VCRConfig
 from e2e_vl.tasks.vcr import CHOICES, VCRTargets, VCRTask, encode_sentence, name_objects
@@ -108,12 +108,12 @@ def make_model(meta: dict, folder: Path, vcr: dict[str, Tensor], keys: ModuleTyp
     return model.eval()
 
 
-def joined(query: Tensor, choice: Tensor, special: SpecialTokens) -> TextExample:
+def joined(query: Tensor, choice: Tensor, special: SpecialTokens) -> EncodedText:
     """A question and one of its choices, both int64 [L, 3]: wordpiece (-1 = padding), row of the box it names, word."""
     pieces = [rows[rows[:, 0] >= 0] for rows in (query, choice)]
     encoding = special.fill_template(VLBertModel.layout.pair, *(rows[:, 0].tolist() for rows in pieces))
     rows = torch.cat(pieces)[:, 1] - 1  # row 0 is the whole image
-    return TextExample(encoding, (0,), {}, region_of_token=encoding.place(rows.tolist()))
+    return EncodedText(encoding, (0,), {}, region_of_token=encoding.place(rows.tolist()))
 
 
 def make_batch(vcr: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> Batch:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import load_file
 
-from e2e_vl.config import RunConfig, load_config
+from e2e_vl.config import RunConfig
+from e2e_vl.config_files import load_config
 from e2e_vl.data.batching import Request
 from e2e_vl.io import read_log
 

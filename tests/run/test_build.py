@@ -14,13 +14,14 @@ import torch
 from transformers import BertConfig, BertModel
 
 from e2e_vl.api.model import load
-from e2e_vl.config import ResizeSettings, RunConfig, SyntheticSettings, load_config, read_detector_config, save_config
+from e2e_vl.config import ResizeConfig, RunConfig, SyntheticDataConfig
+from e2e_vl.config_files import load_config, read_detector_config, save_config
 from e2e_vl.data import batching
 from e2e_vl.data.batching import Request
-from e2e_vl.data.config import NoOptions
+from e2e_vl.data.config import NoDatasetConfig
 from e2e_vl.metrics.vqa import vocabulary_answer
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.parts import DATASETS, TASKS, Part
+from e2e_vl.registry import DATASETS, TASKS, Entry
 from e2e_vl.run import build as building
 from e2e_vl.run.build import (
     build_examples,
@@ -64,7 +65,7 @@ def test_examples_can_be_sent_to_workers_that_are_spawned(trained_run):
 def test_the_sizes_are_those_of_the_yaml_file_and_are_saved_with_the_run(tiny_config, on_cpu):
     config = tiny_config("data.resize=null", f"detector.overrides.INPUT={TESTED_AT_96}")
     resolved = resolve_config(config)
-    assert resolved.data.resize == ResizeSettings([112, 128, 96], 160, "detectron2")  # testing takes the last
+    assert resolved.data.resize == ResizeConfig([112, 128, 96], 160, "detectron2")  # testing takes the last
     assert resolve_config(resolved) == resolved
     train(replaced(config, train={"max_steps": 1}, eval={"boxes": []}))
     assert load_config(Path(config.output) / "model/config.yaml").data.resize == resolved.data.resize
@@ -131,8 +132,8 @@ def test_a_list_is_ordered_by_count_then_alphabet():
 def test_the_task_spells_the_answers(tiny_config, monkeypatch, tmp_path, task, built, read):
     config = tiny_config()
     dataset = types.SimpleNamespace(answers_of=lambda *_: GIVEN)
-    monkeypatch.setitem(DATASETS, config.data.name, Part(NoOptions, dataset))
-    monkeypatch.setitem(TASKS, config.task.name, Part(VQAConfig, task))
+    monkeypatch.setitem(DATASETS, config.data.name, Entry(NoDatasetConfig, dataset))
+    monkeypatch.setitem(TASKS, config.task.name, Entry(VQAConfig, task))
     monkeypatch.setattr(building, "open_options", lambda *_: (None, None))
     (tmp_path / "a.txt").write_text("<unk>\nT - shirt\n")
     for answers, expected in ((None, built), (str(tmp_path / "a.txt"), read), (["x", "y"], ["x", "y"])):
@@ -166,7 +167,7 @@ def test_missing_inputs_are_named_before_anything_is_drawn(tmp_path, word, named
     with pytest.raises(FileNotFoundError, match=named):
         build_run(config)
     assert not (tmp_path / "drawn").exists()
-    unset = replaced(config, data={"synthetic": SyntheticSettings()})
+    unset = replaced(config, data={"synthetic": SyntheticDataConfig()})
     with pytest.raises(FileNotFoundError, match=r"data.root .*drawn: no such folder"):
         build_run(unset)
 
@@ -213,7 +214,7 @@ def config_of(tiny_config: Callable[..., RunConfig]) -> Callable[..., RunConfig]
 
 
 def with_options(config: RunConfig, **changed: object) -> RunConfig:
-    """Settings with more entries of `task.config`."""
+    """Config with more entries of `task.config`."""
     return replaced(config, task={"config": options(config.task.config) | changed})
 
 

@@ -26,7 +26,8 @@ import yaml
 from detector import io as atomic_writes
 from detector.errors import StoppedRunError, UserError
 from detector.io import read_json, write_json
-from e2e_vl.config import RunConfig, load_config
+from e2e_vl.config import RunConfig
+from e2e_vl.config_files import load_config
 from e2e_vl.io import CHECKSUMS, find_checksum_mismatch, read_log, write_checksums
 from e2e_vl.run import evaluate as evaluation
 from e2e_vl.run import train as training
@@ -205,9 +206,11 @@ def test_a_full_disk_that_torch_hides_is_named(tmp_path, monkeypatch):
     assert caught.value.filename == str(tmp_path)
 
 
-ADAMW = "optimizer: adamw_official, schedule: triangle, schedule_first: true, warmup_steps: 1, mixed_precision: bf16"
+ADAMW = (
+    "optimizer: adamw_official, schedule: triangle, schedule_skips_zero: true, warmup_steps: 1, mixed_precision: bf16"
+)
 BERT_ADAM = (
-    "optimizer: bert_adam, warmup_steps: 0, warmup_share: 0.5, clip_norm: null, clip_tensor_norm: 1.0, "
+    "optimizer: bert_adam, warmup_steps: 0, warmup_ratio: 0.5, max_grad_norm: null, max_grad_norm_per_tensor: 1.0, "
     "decay_norm_and_bias: false, decay_bn_scales: true"
 )
 
@@ -316,7 +319,7 @@ def test_which_folders_a_run_may_use(tiny_config):
 
 def test_other_settings_are_used_and_logged(stopped, caplog):
     """And of the checkpoints only the newest are kept."""
-    other = {"lr": 0.125, "warmup_steps": 0, "schedule": "constant", "max_steps": 5, "keep_checkpoints": 1}
+    other = {"lr": 0.125, "warmup_steps": 0, "schedule": "constant", "max_steps": 5, "save_total_limit": 1}
     with caplog.at_level(logging.WARNING):
         train(replaced(stopped, train=other), resume=True)
     assert "train.lr: 0.001 -> 0.125" in caplog.text

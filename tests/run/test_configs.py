@@ -14,8 +14,9 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
 
 from detector.config import DetectorConfig
-from e2e_vl.config import RunConfig, load_config
-from e2e_vl.parts import TASKS
+from e2e_vl.config import RunConfig
+from e2e_vl.config_files import load_config
+from e2e_vl.registry import TASKS
 from e2e_vl.run.build import build_examples, build_model, resolve_config
 from e2e_vl.samples import CorrectAnswer, CorrectChoice, HumanAnswers
 from e2e_vl.text import load_tokenizer
@@ -63,7 +64,7 @@ def test_files_of_accelerate_are_for_any_machine(path):
 
 
 def without_files(config: RunConfig, answers: int = 2) -> RunConfig:
-    """Settings of a model that starts at random, with a list of answers if it needs one, which comes with the data."""
+    """Config of a model that starts at random, with a list of answers if it needs one, which comes with the data."""
     replace, task, answers = msgspec.structs.replace, config.task.config, ["yes", *map(str, range(1, answers))]
     if TASKS[config.task.name].cls.vocabulary_class is not None:
         task = replace(task, answers=answers)
@@ -125,7 +126,7 @@ def test_the_model_of_a_run_can_be_built_and_missing_data_are_named(path, tmp_pa
 def test_the_processes_of_the_command_in_a_header_share_each_batch_evenly(path):
     settings = load_config(path, ["data.root=DATA"]).train
     for processes in map(int, re.findall(r"--num_processes (\d+)", path.read_text(encoding="utf-8"))):
-        assert settings.images_per_batch % (processes * settings.accumulate) == 0
+        assert settings.images_per_batch % (processes * settings.gradient_accumulation_steps) == 0
 
 
 BASE = (
@@ -150,8 +151,8 @@ def larger_batch(name: str, factor: int = 4) -> str:
     powers = (0, 1) if settings.optimizer == "sgd" else (0, 1, 0.5)
     rates = [f"{settings.lr * factor**power:.2e}".replace("e-0", "e-") for power in powers] + ["-"] * (3 - len(powers))
     warmup = [f"{settings.warmup_steps // n:,}" for n in (1, factor)]
-    if settings.warmup_share is not None:
-        warmup = [f"{100 * settings.warmup_share:.4g} %"] * 2
+    if settings.warmup_ratio is not None:
+        warmup = [f"{100 * settings.warmup_ratio:.4g} %"] * 2
     cells = [
         f"`{name}`",
         images,

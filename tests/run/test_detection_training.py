@@ -12,7 +12,8 @@ import torch
 from detector.checkpoint import save_weights
 from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
-from e2e_vl.config import RunConfig, SyntheticSettings, load_config
+from e2e_vl.config import RunConfig, SyntheticDataConfig
+from e2e_vl.config_files import load_config
 from e2e_vl.run.build import build_examples, build_run
 from e2e_vl.run.evaluate import evaluate_run
 from e2e_vl.run.train import train
@@ -35,7 +36,7 @@ def detection_config(tiny_words: list[str], tmp_path: Path) -> Callable[..., Run
         anchors = f"{SMALL}.ANCHOR_GENERATOR.SIZES=[[18, 26, 40]]"
         demo = ROOT / "configs" / "demo" / "detection.yaml"
         config = load_config(demo, [*tiny_words, *small, rpn, anchors, *words])
-        return replaced(config, data={"synthetic": SyntheticSettings()})  # the data are there
+        return replaced(config, data={"synthetic": SyntheticDataConfig()})  # the data are there
 
     return make
 

@@ -1,6 +1,6 @@
-"""What CONTRIBUTING.md promises: a new part is one module (in `extensions/`) and one entry in a dict of `e2e_vl.parts`.
+"""What CONTRIBUTING.md promises: an extension is one module (in `extensions/`) and one entry of a registry.
 
-Nothing else changes. Every part is trained, resumed, evaluated and asked.
+Nothing else changes. Every extension is trained, resumed, evaluated and asked.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import msgspec
 import pytest
 
 import e2e_vl
-from e2e_vl import parts
+from e2e_vl import registry
 from e2e_vl.cli import main as tool
-from e2e_vl.config import RunConfig, load_config
+from e2e_vl.config import RunConfig
+from e2e_vl.config_files import load_config
 from e2e_vl.data.batching import Request, collate
-from e2e_vl.data.config import NoOptions
+from e2e_vl.data.config import NoDatasetConfig
 from e2e_vl.io import read_log
-from e2e_vl.parts import Part
+from e2e_vl.registry import Entry
 from e2e_vl.run.build import build_examples, build_run
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.evaluate import evaluate_run
@@ -39,12 +40,12 @@ pytestmark = pytest.mark.usefixtures("on_cpu")
 
 @pytest.fixture
 def settings(tmp_path, monkeypatch) -> Callable[..., RunConfig]:
-    pooled = Part(pooled_encoder.PooledSettings, pooled_encoder.PooledEncoder)
-    monkeypatch.setitem(parts.ENCODERS, "pooled", pooled)
-    monkeypatch.setitem(parts.DATASETS, "pairs", Part(NoOptions, image_pairs.PairDataset))
-    monkeypatch.setitem(parts.TASKS, "statements", Part(statements.StatementConfig, statements.StatementTask))
-    objective = Part(region_features.RegionFeaturesConfig, region_features.RegionFeatures)
-    monkeypatch.setitem(parts.OBJECTIVES, "region_features", objective)
+    pooled = Entry(pooled_encoder.PooledEncoderConfig, pooled_encoder.PooledEncoder)
+    monkeypatch.setitem(registry.ENCODERS, "pooled", pooled)
+    monkeypatch.setitem(registry.DATASETS, "pairs", Entry(NoDatasetConfig, image_pairs.PairDataset))
+    monkeypatch.setitem(registry.TASKS, "statements", Entry(statements.StatementConfig, statements.StatementTask))
+    objective = Entry(region_features.RegionFeaturesConfig, region_features.RegionFeatures)
+    monkeypatch.setitem(registry.OBJECTIVES, "region_features", objective)
 
     def make(*words: str, config: Path = TINY, **sections: dict) -> RunConfig:
         places = TINY_DETECTOR, f"data.root={tmp_path / 'data'}", f"output={tmp_path / 'run'}"

@@ -35,7 +35,7 @@ def test_a_run_directory_belongs_to_one_training(tiny_config, on_cpu):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train.keep_best=val/acuracy_gt_boxes"], r"did you mean 'val/accuracy_gt_boxes'"),
+        (["train.metric_for_best_model=val/acuracy_gt_boxes"], r"did you mean 'val/accuracy_gt_boxes'"),
         (["train.trackers=[board]"], r"train.trackers has 'board'"),
         (["detector.weights=./nowhere.pth"], r"nowhere.pth"),
         (["data.files.detections=nowhere.json", "eval.boxes=[detections]"], r"nowhere\.json"),
@@ -51,7 +51,7 @@ def test_a_batch_that_the_processes_cannot_share_evenly_is_refused(tiny_config, 
     """Their equal shares would leave images out."""
     monkeypatch.setattr(Accelerator, "num_processes", 3)
     with pytest.raises(UserError, match=r"images_per_batch is 8; it must be a multiple of 6, the number of processes"):
-        train(tiny_config("train.images_per_batch=8", "train.accumulate=2"))
+        train(tiny_config("train.images_per_batch=8", "train.gradient_accumulation_steps=2"))
 
 
 @pytest.mark.parametrize(

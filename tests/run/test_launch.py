@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from detector.io import read_json
-from e2e_vl.config import load_config
+from e2e_vl.config_files import load_config
 from e2e_vl.io import read_log
 from e2e_vl.run import launch
 from e2e_vl.run.build import make_synthetic_data
@@ -46,7 +46,7 @@ TAKE_ALL = (
 )
 FROZEN = "detector.overrides.MODEL.RESNETS.NORM=FrozenBN"
 TASK_ONLY = (FROZEN, "data.boxes.train=gt", "detector.loss_weight=0")
-MISS = "task.config={loss: binary, no_region_is_miss: true}"
+MISS = "task.config={loss: binary, allow_no_regions: true}"
 PHRASES = (
     MISS,
     "phrases={weight: 1.0, layer: 1, size: 8}",
@@ -58,7 +58,14 @@ VARIANTS = {
     "phrases": ("refcoco", (*TASK_ONLY, *PHRASES, "data.workers=1"), {"referring", "phrases", "phrase_tags"}, 1e-6),
     "detection": (
         "refcoco",
-        (*TAKE_ALL, FROZEN, MISS, "data.boxes.train=online", "eval.boxes=[gt, online]", "train.accumulate=2"),
+        (
+            *TAKE_ALL,
+            FROZEN,
+            MISS,
+            "data.boxes.train=online",
+            "eval.boxes=[gt, online]",
+            "train.gradient_accumulation_steps=2",
+        ),
         {"referring", "loss_rpn_cls", "loss_cls", "loss_box_reg"},
         1e-5,
     ),

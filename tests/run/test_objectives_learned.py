@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from e2e_vl.config import RunConfig, SyntheticSettings
+from e2e_vl.config import RunConfig, SyntheticDataConfig
 from e2e_vl.data.batching import Request, collate
 from e2e_vl.run.build import build_examples
 from e2e_vl.run.checkpoint import load_model
@@ -35,8 +35,8 @@ OFF = (
     "{weight: 0}, image_qa: {weight: 0}}"
 )
 TRAIN = (
-    "train={optimizer: adamw, betas: [0.9, 0.98], schedule: cosine, clip_norm: 1.0, epochs: 1000, "
-    "save_every_epochs: 1000, keep_best: null, log_every: 50, lr: 1.0e-3}"
+    "train={optimizer: adamw, betas: [0.9, 0.98], schedule: cosine, max_grad_norm: 1.0, epochs: 1000, "
+    "save_every_epochs: 1000, metric_for_best_model: null, log_every: 50, lr: 1.0e-3}"
 )
 NARROW = (
     "hidden_size: 64, num_attention_heads: 4, intermediate_size: 128, hidden_dropout_prob: 0.0, "
@@ -68,7 +68,7 @@ def two_things(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def learned(config: RunConfig) -> dict[str, tuple[float, float]]:
     """Of each objective the share that is found, and by guessing; of features the explained variance, and 0."""
-    config = replaced(config, data={"synthetic": SyntheticSettings()})  # the data are there
+    config = replaced(config, data={"synthetic": SyntheticDataConfig()})  # the data are there
     train(config)
     config, model, tokenizer = load_model(Path(config.output))
     [boxes] = config.eval.boxes
@@ -124,7 +124,7 @@ def on_saved_features(data: Path, output: Path, objectives: str, *words: str) ->
         f"encoder.config={{{NARROW}, x_layers: 2, initializer_range: 0.2}}",
         "eval={boxes: [precomputed], every_epochs: 0, images_per_batch: 50}",
         TRAIN,
-        "train.warmup_share=0.1",
+        "train.warmup_ratio=0.1",
         *words,
     )
 

@@ -16,7 +16,8 @@ import msgspec
 import pytest
 
 from e2e_vl.cli.reproduce import Chain, Row, read_paper
-from e2e_vl.config import RunConfig, differences, load_config, read_detector_config
+from e2e_vl.config import RunConfig
+from e2e_vl.config_files import differences, load_config, read_detector_config
 from tests.run.runs import ROOT
 
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "config" / "official_settings.json").read_text("utf-8"))
@@ -133,7 +134,7 @@ def test_a_phase_starts_from_the_one_before():
         last = ("vcr/visual_bert_q2a", "vcr/visual_bert_qa2r") if task == "vcr" else (f"{task}/visual_bert",)
         for before, after in [chain, *((chain[1], name) for name in last)]:
             earlier, later = load(before), load(after)
-            assert later.encoder.weights == f"{earlier.output}/best" and earlier.train.keep_best is not None
+            assert later.encoder.weights == f"{earlier.output}/best" and earlier.train.metric_for_best_model is not None
             expected = later.encoder.weights if task == "vcr" else None  # whose network of regions goes on too
             assert later.detector.weights == expected and later.detector.config == earlier.detector.config
             assert later.data.vocabulary == earlier.data.vocabulary
@@ -163,9 +164,11 @@ def test_the_detector_is_trained_from_pixels(encoder, name):
     assert (config.encoder.name, config.task.name) == (encoder, name.partition("/")[0])
     assert config.detector.backend == "builtin" and not config.detector.freeze
     assert {config.data.boxes.train, *config.eval.boxes} <= {"gt", "detections"} and config.data.files["images"]
-    assert train.keep_best is None or train.keep_best.startswith(f"{config.data.eval_splits[0]}/accuracy_")
+    assert train.metric_for_best_model is None or train.metric_for_best_model.startswith(
+        f"{config.data.eval_splits[0]}/accuracy_"
+    )
     width = read_detector_config(config.detector).feature_dim
     assert width == (1024 if name == "nlvr2/visual_bert_pixels" else 2048)  # of the official encoders' features
-    own = (train.optimizer, train.decay_norm_and_bias, train.clip_norm, train.clip_tensor_norm)
+    own = (train.optimizer, train.decay_norm_and_bias, train.max_grad_norm, train.max_grad_norm_per_tensor)
     assert own == OPTIMISERS[encoder]
     assert "No result is published, and this was not trained here." in header_of(name) and " ours" in header_of(name)

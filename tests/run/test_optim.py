@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from detector.structures import Loss
-from e2e_vl.config import TrainSettings, load_config
+from e2e_vl.config import TrainConfig
+from e2e_vl.config_files import load_config
 from e2e_vl.run.optim import BertAdam, build_optimizer, build_schedule, preview
 from tests.run.runs import ROOT
 
@@ -29,7 +30,7 @@ class Parts(nn.Module):
 
 
 def groups_of(model: Parts, **settings) -> dict[str, dict]:
-    return {group["name"]: group for group in build_optimizer(model, TrainSettings(**settings)).param_groups}
+    return {group["name"]: group for group in build_optimizer(model, TrainConfig(**settings)).param_groups}
 
 
 def test_one_group_each_for_detector_encoder_and_head():
@@ -43,7 +44,7 @@ def test_one_group_each_for_detector_encoder_and_head():
 
 def test_sgd_moves_with_momentum():
     model = Parts()
-    settings = TrainSettings(optimizer="sgd", lr=0.5, momentum=0.9, weight_decay=0.0)
+    settings = TrainConfig(optimizer="sgd", lr=0.5, momentum=0.9, weight_decay=0.0)
     optimizer = build_optimizer(model, settings)
     start = model.task.bias.detach().clone()
     for _ in range(2):
@@ -54,7 +55,7 @@ def test_sgd_moves_with_momentum():
 
 def test_official_adamw_adds_epsilon_before_the_bias_correction_and_decays_after_the_update():
     model = Parts()
-    settings = TrainSettings(optimizer="adamw_official", lr=0.1, betas=[0.9, 0.99], eps=0.5, weight_decay=0.3)
+    settings = TrainConfig(optimizer="adamw_official", lr=0.1, betas=[0.9, 0.99], eps=0.5, weight_decay=0.3)
     optimizer = build_optimizer(model, settings)
     expected, mean, square = model.task.bias.item(), 0.0, 0.0
     for step, gradient in enumerate((2.0, -3.0, 0.5), start=1):
@@ -100,17 +101,17 @@ def expected_factor(schedule: str, step: int) -> float:
     return (1 + math.cos(math.pi * progress)) / 2 if schedule == "cosine" else 1 - progress
 
 
-@pytest.mark.parametrize("warmup", [{"warmup_steps": 4}, {"warmup_share": 1 / 3}])
+@pytest.mark.parametrize("warmup", [{"warmup_steps": 4}, {"warmup_ratio": 1 / 3}])
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("schedule", ["linear", "triangle", "cosine", "constant", "steps"])
 def test_schedule_warms_up_and_decays_and_can_go_on_anywhere(schedule, first, warmup):
-    settings = TrainSettings(
+    settings = TrainConfig(
         lr=0.5,
         head_lr=2.0,
         schedule=schedule,
-        schedule_first=first,
-        decay_shares=[0.5, 0.75] if schedule == "steps" else [],
-        decay_factor=0.5,
+        schedule_skips_zero=first,
+        milestones=[0.5, 0.75] if schedule == "steps" else [],
+        gamma=0.5,
         **warmup,
     )
 
@@ -130,7 +131,7 @@ def test_schedule_warms_up_and_decays_and_can_go_on_anywhere(schedule, first, wa
 
 
 def test_a_share_of_minus_one_falls_from_half_of_the_rate():
-    settings = TrainSettings(lr=0.5, warmup_share=-1.0)
+    settings = TrainConfig(lr=0.5, warmup_ratio=-1.0)
     optimizer = build_optimizer(Parts(), settings)
     build_schedule(optimizer, settings, 12, steps_done=3)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.5 * (1 - 3 / 12) / 2)
@@ -153,7 +154,7 @@ def test_the_schedule_of_lxmerts_paper():
     assert rates[:12] == pytest.approx([*(1e-5 * step for step in range(11)), 1e-4 * 189 / 190])
     assert rates[100] == pytest.approx(1e-4 * 100 / 190) and rates[199] == pytest.approx(1e-4 / 190)
     assert questions == (0.0,) * 100 + (2.0,) * 100 and set(words) == {1.0}
-    halves = schedule_of(100, "train.schedule_part=[0, 0.5]") + schedule_of(100, config="lxmert_paper_answers")
+    halves = schedule_of(100, "train.schedule_fraction=[0, 0.5]") + schedule_of(100, config="lxmert_paper_answers")
     assert halves == whole
 
 
@@ -161,7 +162,7 @@ def test_the_schedule_of_lxmerts_paper():
 
 
 def bert_adam(model: Parts, **settings) -> tuple[BertAdam, torch.optim.lr_scheduler.LambdaLR]:
-    own = TrainSettings(**{"optimizer": "bert_adam", "schedule": "constant", **settings})
+    own = TrainConfig(**{"optimizer": "bert_adam", "schedule": "constant", **settings})
     optimizer = build_optimizer(model, own)
     assert isinstance(optimizer, BertAdam)
     return optimizer, build_schedule(optimizer, own, 8)
@@ -169,7 +170,7 @@ def bert_adam(model: Parts, **settings) -> tuple[BertAdam, torch.optim.lr_schedu
 
 def test_bert_adam_has_no_bias_correction_and_decays_inside_the_update():
     model = Parts()
-    optimizer, schedule = bert_adam(model, lr=0.1, betas=[0.9, 0.99], eps=0.5, weight_decay=0.3, warmup_share=0.25)
+    optimizer, schedule = bert_adam(model, lr=0.1, betas=[0.9, 0.99], eps=0.5, weight_decay=0.3, warmup_ratio=0.25)
     expected, mean, square = model.task.bias.item(), 0.0, 0.0
     for step, gradient in enumerate((2.0, -3.0, 0.5, 1.0)):
         model.task.bias.grad = torch.full((1,), gradient)
@@ -183,7 +184,7 @@ def test_bert_adam_has_no_bias_correction_and_decays_inside_the_update():
 
 def test_bert_adam_clips_each_parameter_by_itself():
     model = Parts()
-    optimizer, _ = bert_adam(model, clip_tensor_norm=1.0)
+    optimizer, _ = bert_adam(model, max_grad_norm_per_tensor=1.0)
     model.task.weight.grad, model.task.bias.grad = torch.full((1, 4), 3.0), torch.full((1,), 0.25)
     optimizer.step()
     assert model.task.weight.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
@@ -193,7 +194,7 @@ def test_bert_adam_clips_each_parameter_by_itself():
 
 def test_a_parameter_without_a_gradient_is_left_alone_and_its_schedule_waits():
     model = Parts()
-    optimizer, schedule = bert_adam(model, lr=0.1, schedule="linear", warmup_share=0.5, weight_decay=0.0)
+    optimizer, schedule = bert_adam(model, lr=0.1, schedule="linear", warmup_ratio=0.5, weight_decay=0.0)
     moved = []
     for step in range(4):
         before = model.task.bias.item()
@@ -211,8 +212,8 @@ def test_a_parameter_without_a_gradient_is_left_alone_and_its_schedule_waits():
 def test_bert_adam_follows_a_part_of_a_schedule():
     """The first update of the second half of 16 steps has the rate of step 8."""
     model = Parts()
-    settings = TrainSettings(
-        optimizer="bert_adam", lr=0.1, weight_decay=0.0, warmup_share=0.0, schedule_part=(0.5, 1.0)
+    settings = TrainConfig(
+        optimizer="bert_adam", lr=0.1, weight_decay=0.0, warmup_ratio=0.0, schedule_fraction=(0.5, 1.0)
     )
     optimizer = build_optimizer(model, settings)
     build_schedule(optimizer, settings, 8)

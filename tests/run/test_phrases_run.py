@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from e2e_vl.config import RunConfig, load_config
+from e2e_vl.config import RunConfig
+from e2e_vl.config_files import load_config
 from e2e_vl.data.batching import Request
 from e2e_vl.run.build import build_model, build_run
 from e2e_vl.run.checkpoint import load_model
@@ -102,7 +103,7 @@ def joined(task: str, folder: Path, *words: str, instances: bool | None = None) 
         data={
             "name": "joined",
             "files": {} if is_vcr else {"detections": DETECTIONS},
-            "config": {"parts": {"asked": own | part, "said": CAPTIONS | {"files": files}}},
+            "config": {"datasets": {"asked": own | part, "said": CAPTIONS | {"files": files}}},
             "train_split": "train",
             "eval_splits": ["val"],
         },
@@ -261,7 +262,7 @@ def test_phrases_in_pretraining(folder, encoder):
     objectives = {"masked_text": 0.0, "relationship": 1.0, "masked_regions": {"classes": 7}}
     config = replaced(
         tiny("visual_genome", folder / "pretraining_data", folder / encoder, drawn),
-        data={"name": "joined", "files": {"detections": DETECTIONS}, "config": {"parts": parts}},
+        data={"name": "joined", "files": {"detections": DETECTIONS}, "config": {"datasets": parts}},
         encoder={"name": encoder, "config": SIZES | LAYERS[encoder]},
         task={"config": {"objectives": objectives}},
     )

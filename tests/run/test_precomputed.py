@@ -11,7 +11,8 @@ import torch
 
 from detector.images import ResizeRule
 from detector.structures import ImageBatch, PrecomputedDetector, PrecomputedFeatures
-from e2e_vl.config import ExtractionSettings, RunConfig, load_config
+from e2e_vl.config import ExtractionConfig, RunConfig
+from e2e_vl.config_files import load_config
 from e2e_vl.data.batching import Request
 from e2e_vl.data.features import open_features
 from e2e_vl.data.user_inputs import list_images, read_given_boxes
@@ -47,7 +48,7 @@ def features(live, config) -> Path:
     data, output = config.data, Path(config.output).with_name("features")
     instances = Path(data.root) / data.files["instances"]
     resize = ResizeRule(data.resize.short_edge[-1], data.resize.long_edge, data.resize.rounding)
-    settings = ExtractionSettings("given", image_feature=True)
+    settings = ExtractionConfig("given", image_feature=True)
     source = LoadedDetector(live.model.detector, resize)
     images, given = list_images(instances, Path(data.root) / data.files["images"]), read_given_boxes(instances)
     stamp = make_stamp(source, settings, boxes_file=instances)

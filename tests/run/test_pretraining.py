@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from detector.structures import ImageBatch
-from e2e_vl.config import BoxSource, RunConfig, load_config
+from e2e_vl.config import BoxSource, RunConfig
+from e2e_vl.config_files import load_config
 from e2e_vl.data.batching import Request, collate
 from e2e_vl.run.build import build_examples, build_model, build_run, build_tokenizer, make_synthetic_data
 from e2e_vl.run.checkpoint import load_model, save_model
@@ -241,8 +242,10 @@ def test_an_objective_that_begins_later(tmp_path):
     data = tmp_path / "data"
     make_scenes(data, scenes={"train": 8, "val": 4}, formats=["lxmert"])
     words = (
-        f"task.config.objectives.image_qa={{answers: {data / 'lxmert' / 'all_ans.json'}, weight: 2, begin: 0.5}}",
-        "train={max_steps: 4, save_every_epochs: 0.01, keep_checkpoints: 4, keep_best: null, weight_decay: 0}",
+        f"task.config.objectives.image_qa.answers={data / 'lxmert' / 'all_ans.json'}",
+        "task.config.objectives.image_qa={weight: 2, start_fraction: 0.5}",
+        "train={max_steps: 4, save_every_epochs: 0.01, save_total_limit: 4, weight_decay: 0}",
+        "train.metric_for_best_model=null",
         "data.texts_per_image=8",
         "eval={every_epochs: 0, boxes: []}",
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e_vl.config import load_config
+from e2e_vl.config_files import load_config
 from e2e_vl.io import read_json
 from e2e_vl.run.train import train
 from e2e_vl.synthetic.generate import make_scenes
@@ -51,15 +51,15 @@ def accuracy(data: Path, run: Path, split: str) -> float:
         AUGMENTED,
         [
             *(TINY_DETECTOR, f"detector.overrides.MODEL.RESNETS={sizes}", f"data.root={data}", f"output={run}"),
-            "data.config.parts.questions={splits: {alone: few, train: few, minival: val}, files: {questions: "
+            "data.config.datasets.questions={splits: {alone: few, train: few, minival: val}, files: {questions: "
             f"'lxmert/{{split}}_vqa.json', {files}}}, config: {{image_sets: {{few: train, val: val}}}}}}",
-            "data.config.parts.others={splits: {train: others}, files: {sentences: "
+            "data.config.datasets.others={splits: {train: others}, files: {sentences: "
             f"'lxmert/{{split}}.json', {files}}}, config: {{image_sets: {{others: train}}}}}}",
             f"task.config.answers={data / 'lxmert' / 'trainval_label2ans.json'}",
             f"data={{train_split: {split}, vocabulary: null, workers: 0, texts_per_image: 2}}",
             "data.boxes.max_precomputed=2",
             f"encoder.config={{{NARROW}, l_layers: 1, r_layers: 1, x_layers: 1, initializer_range: 0.2}}",
-            "train={images_per_batch: 8, max_steps: 120, lr: 2.0e-3, optimizer: adamw, keep_best: null}",
+            "train={images_per_batch: 8, max_steps: 120, lr: 2.0e-3, optimizer: adamw, metric_for_best_model: null}",
             "eval={every_epochs: 0, images_per_batch: 60}",
         ],
     )

@@ -17,7 +17,8 @@ from matplotlib.axes import Axes
 
 from detector.io import write_json
 from e2e_vl.cli.main import main
-from e2e_vl.config import BoxSource, EvalSettings, RunConfig, load_config, save_config
+from e2e_vl.config import BoxSource, EvalConfig, RunConfig
+from e2e_vl.config_files import load_config, save_config
 from e2e_vl.io import RunLog
 from e2e_vl.predictions import GroundedPhrase, Prediction
 from e2e_vl.run import report as reports
@@ -264,7 +265,7 @@ def text_of(page: str) -> str:
 
 def settings(run: Path, **evaluation) -> RunConfig:
     config = load_config(ROOT / "configs" / "tiny" / "refcoco.yaml", [f"output={run}"])
-    return msgspec.structs.replace(config, eval=EvalSettings(**evaluation))
+    return msgspec.structs.replace(config, eval=EvalConfig(**evaluation))
 
 
 @pytest.fixture

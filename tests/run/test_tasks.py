@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from detector.io import read_json
-from e2e_vl.config import RunConfig, load_config
+from e2e_vl.config import RunConfig
+from e2e_vl.config_files import load_config
 from e2e_vl.io import read_log
 from e2e_vl.predictions import read_predictions
 from e2e_vl.run.build import build_run, make_synthetic_data
@@ -58,7 +59,7 @@ def test_the_grounding_score_of_gqa_with_lxmert(settings, tmp_path):
         "gqa",
         "data.synthetic={scenes: {train: 4, val: 2}, formats: [gqa, refcoco+, detections]}",
         f"data.root={tmp_path / 'data'}",
-        *("data.config.grounding=true", "task.config={grounding: true, initialise_from_words: false}"),
+        *("data.config.grounding=true", "task.config={grounding: true, init_from_words: false}"),
         "data.files.scene_graphs=gqa/sceneGraphs/{part}_sceneGraphs.json",
         *("train={max_steps: 1, warmup_steps: 0}", "eval={boxes: [gt], report_pictures: 0}"),
     )
@@ -189,7 +190,7 @@ def test_the_first_phase_trains_the_network_and_the_next_goes_on_with_it(tmp_pat
     """COCO's captions with objects of a detector of VCR's classes; res5 and what follows learn, res4 does not."""
     shipped = load_config(ROOT / "configs/pretraining/visual_bert_coco_vcr.yaml", ["data.root=DATA"])
     data, metadata = tmp_path / "data", tmp_path / "metadata"
-    words = ("train={max_steps: 2, warmup_share: 0}", "eval.report_pictures=0")
+    words = ("train={max_steps: 2, warmup_ratio: 0}", "eval.report_pictures=0")
     drawn = tiny("visual_bert_pretraining", data, tmp_path / "run", *words)
     config = replaced(
         drawn,

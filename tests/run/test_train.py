@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from detector.io import read_json
-from e2e_vl.config import load_config
+from e2e_vl.config_files import load_config
 from e2e_vl.io import read_log
 from e2e_vl.run import train as training
 from e2e_vl.run.checkpoint import load_model
@@ -86,7 +86,13 @@ def test_accumulated_micro_batches_give_the_parameters_of_one_batch(tiny_config,
     words = "train={max_steps: 4, lr: 1.0e-2, eps: 1.0e-2, warmup_steps: 2, schedule: linear}", "data.texts_per_image=1"
     runs = {parts: tmp_path / f"accumulate{parts}" for parts in (1, 2)}
     for parts, path in runs.items():
-        own = "seed=2", f"{RESNETS}.NORM=GN", f"train.accumulate={parts}", f"train.log_every={parts}", f"output={path}"
+        own = (
+            "seed=2",
+            f"{RESNETS}.NORM=GN",
+            f"train.gradient_accumulation_steps={parts}",
+            f"train.log_every={parts}",
+            f"output={path}",
+        )
         train(tiny_config(*GT_ONLY, *NO_DROPOUT, *words, *own))
     one, two = (weights_of(path / "model") for path in runs.values())
     assert set(one) == set(two)
@@ -111,7 +117,7 @@ def test_epochs_decide_the_number_of_steps(tiny_config):
 
 
 def test_more_micro_batches_than_an_epoch_has(tiny_config):
-    settings = "train={images_per_batch: 16, accumulate: 16, max_steps: 2, trackers: []}"
+    settings = "train={images_per_batch: 16, gradient_accumulation_steps: 16, max_steps: 2, trackers: []}"
     config = tiny_config(*GT_ONLY, "data.texts_per_image=null", settings)
     assert train(config)["steps"] == 2
     assert [line["epoch"] for line in logged(config.output)] == [1.0, 2.0]
@@ -180,7 +186,7 @@ def test_without_detection_losses_what_only_they_train_is_frozen(tiny_config, ca
 def test_a_gradient_that_is_nan_is_not_applied(tiny_config, monkeypatch, clip):
     """The loss is finite. The images of this step are named, and the run goes on from the checkpoint before."""
     short = ("train.max_steps=3", "data.texts_per_image=1", "train.save_every_epochs=0.01")
-    config = tiny_config(*GT_ONLY, *short, f"train.clip_norm={clip}")
+    config = tiny_config(*GT_ONLY, *short, f"train.max_grad_norm={clip}")
     run, step, before, models, names = Path(config.output), training.Trainer.train_step, {}, [], []
 
     def poisoned(self, micro_batches):
@@ -239,7 +245,7 @@ def test_weights_that_are_not_finite_are_not_saved(tiny_config, monkeypatch):
 METRIC = "val/score_gt_boxes"
 # 3 steps are an epoch: each step is evaluated, and steps 4 and 8 are saved
 SETTINGS = (
-    f"train={{keep_best: {METRIC}, max_steps: 8, save_every_epochs: 1.3333333, trackers: []}}",
+    f"train={{metric_for_best_model: {METRIC}, max_steps: 8, save_every_epochs: 1.3333333, trackers: []}}",
     "eval={every_epochs: 0.3333333, boxes: [gt], report_pictures: 0}",
     "data.texts_per_image=null",
 )
@@ -315,7 +321,7 @@ def test_training_ends_when_no_better_model_comes(scores, tiny_config):
 
 def test_a_run_keeps_the_model_of_the_least_loss(tiny_config, tmp_path):
     """Only the split and the boxes that are judged have a loss."""
-    words = "train={keep_best: val/loss_gt_boxes, max_steps: 2, trackers: []}", "data.texts_per_image=null"
+    words = "train={metric_for_best_model: val/loss_gt_boxes, max_steps: 2, trackers: []}", "data.texts_per_image=null"
     evaluation = "eval={every_epochs: 0.3333333, boxes: [gt, detections], report_pictures: 0}"
     metrics = train(tiny_config(*words, evaluation))
     [name] = {name for name in metrics if "loss" in name}

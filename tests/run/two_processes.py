@@ -24,7 +24,7 @@ from accelerate import Accelerator
 from accelerate.state import PartialState
 
 from detector.errors import StoppedRunError
-from e2e_vl.config import load_config
+from e2e_vl.config_files import load_config
 from e2e_vl.run.evaluate import evaluate_run
 from e2e_vl.run.train import Trainer, train
 from tests.run.runs import ROOT, lose_newest

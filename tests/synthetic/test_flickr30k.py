@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from e2e_vl.config import DataSettings
+from e2e_vl.config import DataConfig
 from e2e_vl.data.refcoco import RefCOCODataset
 from e2e_vl.synthetic.phrases import format_conllu, parse_caption
 from tests.data.helpers import open_dataset
@@ -101,7 +101,7 @@ def test_the_phrases_of_expressions_as_the_reader_gives_them(synthetic_folder):
     """The first phrase names the object that is meant, others like it too; the second one other objects."""
     files = {"images": "images/train2014", "refs": "refcoco+/refs(unc).p", "instances": "refcoco+/instances.json"}
     files |= {"phrases": "refcoco+_phrases/Sentences", "phrase_boxes": "refcoco+_phrases/Annotations"}
-    settings = DataSettings(name="refcoco", root=str(synthetic_folder), files=files)
+    settings = DataConfig(name="refcoco", root=str(synthetic_folder), files=files)
     dataset = open_dataset(RefCOCODataset, settings, "train", "gt", phrases=True)
     numbers = {"attribute": set(), "superlative": set(), "comparison": set(), "relation": set()}
     for texts in dataset.groups:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from e2e_vl.config import DataSettings
+from e2e_vl.config import DataConfig
 from e2e_vl.data.visual_genome import VisualGenomeDataset
 from tests.data.helpers import open_dataset
 
@@ -53,7 +53,7 @@ def test_nouns_are_where_the_graphs_say(synthetic_folder, regions, coco):
 def test_the_nouns_as_the_reader_gives_them(synthetic_folder, regions):
     """The first noun names the object that is meant; the description alone names its region."""
     without = {key: name for key, name in FILES.items() if key != "region_graphs"}
-    settings = (DataSettings(name="visual_genome", root=str(synthetic_folder), files=own) for own in (FILES, without))
+    settings = (DataConfig(name="visual_genome", root=str(synthetic_folder), files=own) for own in (FILES, without))
     dataset, plain = (open_dataset(VisualGenomeDataset, one, "train", "online", phrases=True) for one in settings)
     graphs = {one["region_id"]: one for one in regions}
     several = 0

@@ -9,9 +9,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from e2e_vl.data.batching import random_generator
-from e2e_vl.examples import ImageExample, ImageTransform, Preprocessor, TextExample
+from e2e_vl.preprocessing import EncodedText, Preprocessor
 from e2e_vl.samples import Sample, SampleImage, SampleText
 from e2e_vl.text import build_vocabulary, load_tokenizer
+from e2e_vl.transforms import ImageTransform, LoadedImage
 
 
 def make_tokenizer(folder: Path, *sentences: str) -> PreTrainedTokenizerBase:
@@ -20,10 +21,10 @@ def make_tokenizer(folder: Path, *sentences: str) -> PreTrainedTokenizerBase:
     return load_tokenizer(folder / "vocab.txt")
 
 
-def photo(*, flipped: bool = False, scale: int = 1, **fields) -> ImageExample:
+def photo(*, flipped: bool = False, scale: int = 1, **fields) -> LoadedImage:
     """A loaded photo of 100 x 60 stored pixels."""
     image_transform = ImageTransform((60, 100), (60 * scale, 100 * scale), flipped)
-    return ImageExample(np.zeros((60 * scale, 100 * scale, 3), dtype=np.uint8), image_transform, "photo.jpg", **fields)
+    return LoadedImage(np.zeros((60 * scale, 100 * scale, 3), dtype=np.uint8), image_transform, "photo.jpg", **fields)
 
 
 def sample_of(*texts: SampleText | str, image: SampleImage | None = None, **fields) -> Sample:
@@ -34,18 +35,18 @@ def sample_of(*texts: SampleText | str, image: SampleImage | None = None, **fiel
 
 
 def preprocess(
-    preprocessor: Preprocessor, sample: Sample, image: ImageExample | None = None, *, seed: int = 0, epoch: int = 0
-) -> list[TextExample]:
+    preprocessor: Preprocessor, sample: Sample, image: LoadedImage | None = None, *, seed: int = 0, epoch: int = 0
+) -> list[EncodedText]:
     """The texts of a sample as wordpieces."""
     draw = functools.partial(random_generator, seed, epoch)
     return list(preprocessor(sample, [image or photo()], draw))
 
 
-def tokens(text: TextExample, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def tokens(text: EncodedText, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """The wordpieces of a text."""
     return tokenizer.convert_ids_to_tokens(text.encoding.input_ids.tolist())
 
 
-def decoded(text: TextExample, tokenizer: PreTrainedTokenizerBase) -> str:
+def decoded(text: EncodedText, tokenizer: PreTrainedTokenizerBase) -> str:
     """The wordpieces of a text in one line."""
     return " ".join(tokens(text, tokenizer))

@@ -12,9 +12,9 @@ import torch
 from detector.errors import UserError
 from e2e_vl import parts
 from e2e_vl.encoders.vl_bert import VLBertModel
-from e2e_vl.examples import Preprocessor
-from e2e_vl.parts import decode
 from e2e_vl.predictions import GroundedPhrase, Prediction
+from e2e_vl.preprocessing import Preprocessor
+from e2e_vl.registry import decode
 from e2e_vl.samples import (
     CorrectAnswer,
     CorrectChoice,
@@ -54,7 +54,7 @@ def linears(name: str, **options) -> list[torch.nn.Linear]:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_heads_start_as_in_the_official_code_or_as_in_the_paper(name):
-    official, normal = linears(name), linears(name, new_layers="normal")
+    official, normal = linears(name), linears(name, head_init="normal")
     assert len(official) == len(normal) == (1 if name == "vcr" else 2)
     for linear in official:
         bound = (6 / (linear.in_features + linear.out_features)) ** 0.5  # Xavier uniform
@@ -84,7 +84,7 @@ SIZE = 32  # of `make_inputs` there are three texts
 BOX = (10.0, 10.0, 30.0, 30.0)
 PHRASES = PhraseBoxes(((0, 3),), (np.array([BOX]),))
 ENTITIES = EntityPhrases(PHRASES.spans, PHRASES.boxes, entities=("1",), types=(("people",),))
-ANSWERS = {"answers": ["red", "blue"], "head_width": 1, "initialise_from_words": False}
+ANSWERS = {"answers": ["red", "blue"], "head_width": 1, "init_from_words": False}
 PEOPLE = HumanAnswers(("red",) * 10)
 CASES = [
     *((VQATask, VQAConfig(loss=loss, **ANSWERS), PEOPLE) for loss in ("binary", "softmax", "divergence")),

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from detector.structures import Regions
-from e2e_vl.examples import PhraseBatch, Ragged
+from e2e_vl.phrases import PhraseBatch
 from e2e_vl.predictions import Prediction
 from e2e_vl.structures import EncoderOutput, IntermediateStates, ModelOutput, TaskOutput, gather_regions
+from e2e_vl.targets import Ragged
 from e2e_vl.tasks.phrase_head import (
     FIRST,
     INSIDE,

@@ -11,12 +11,13 @@ import torch
 
 from detector.errors import UserError
 from detector.structures import ImageBatch
-from e2e_vl.config import load_config
-from e2e_vl.examples import Targets, TextExample
+from e2e_vl.config_files import load_config
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.preprocessing import EncodedText
 from e2e_vl.run.build import build_task
 from e2e_vl.samples import AnnotatedObjects, PhraseBoxes, Question, SampleText
 from e2e_vl.structures import Ability, Batch, MaskingBatch, TextBatch
+from e2e_vl.targets import Targets
 from e2e_vl.tasks.config import MaskedWordsConfig, PretrainingConfig, VCRConfig
 from e2e_vl.tasks.objectives.base import ObjectiveCounts, ObjectivePreprocessor, PretrainingPrediction, Sizes, TextDraft
 from e2e_vl.tasks.objectives.texts import MatchTargets
@@ -238,7 +239,7 @@ class OtherCaption(ObjectivePreprocessor):
         draft.words = draft.sample.pool[index + 1]
 
 
-def edited(tokenizer, part: type[ObjectivePreprocessor], probability: float = 0.0, **options) -> TextExample:
+def edited(tokenizer, part: type[ObjectivePreprocessor], probability: float = 0.0, **options) -> EncodedText:
     """A caption with a phrase, of which `part` makes something, and whose words are masked."""
     text = SampleText(0, "the red box", {}, phrases=PhraseBoxes(((0, 11),), (np.zeros((1, 4)),), is_complete=True))
     text_tokenizer = TextTokenizer(tokenizer, with_phrase_spans=True, **options)
@@ -271,7 +272,7 @@ def test_phrases_belong_to_the_text_of_the_data(tokenizer, part, spans):
 
 
 CONFIG = "configs/tiny/visual_bert_pretraining.yaml"
-WORDS = {"mask_size": 7, "turn_names": False}
+WORDS = {"mask_size": 7, "rotate_names": False}
 
 
 def choice_task(tokenizer, drawn: str = "random", texts: str = "labelled", **masking) -> PretrainingTask:
@@ -281,7 +282,7 @@ def choice_task(tokenizer, drawn: str = "random", texts: str = "labelled", **mas
             "masked_words": {"weight": 1.0, **masking},
             "masked_text": 0.0,
             "masked_regions": 0.0,
-            "relationship": {"weight": 1.0, "texts": texts},
+            "relationship": {"weight": 1.0, "text_format": texts},
         },
         "choices": {"task": "vcr", "config": WORDS, "drawn": drawn},
     }
@@ -323,7 +324,7 @@ def test_wordpieces_of_choices_are_masked(tiny):
 
 
 def test_choices_that_cannot_be_read(tiny):
-    with pytest.raises(UserError, match=r"task\.config\.objectives\.relationship\.texts"):
+    with pytest.raises(UserError, match=r"task\.config\.objectives\.relationship\.text_format"):
         choices_of(choice_task(tiny.tokenizer, texts="pair"), tiny)
     with pytest.raises(UserError, match=r"task\.config\.choices\.task"):
         choices_of(make_task("masked_words"), tiny)

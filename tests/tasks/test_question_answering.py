@@ -150,7 +150,7 @@ def test_predictions_and_metrics():
 def test_rows_start_from_word_embeddings(tokenizer):
     embeddings = torch.nn.Embedding(len(tokenizer), HIDDEN)
     encoder = SimpleNamespace(get_input_embeddings=lambda: embeddings)
-    task, plain = (make_task(answers=["yes", "hot dog", ""], initialise_from_words=is_on) for is_on in (True, False))
+    task, plain = (make_task(answers=["yes", "hot dog", ""], init_from_words=is_on) for is_on in (True, False))
     before = plain.head.output.weight.clone()
     for one in (task, plain):
         one.initialise(tokenizer, encoder, None)

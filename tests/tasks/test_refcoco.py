@@ -203,7 +203,7 @@ def test_whole_image_cannot_win_if_told_so():
 
 
 def test_an_image_without_regions_is_a_miss_or_the_whole_image_is_the_answer():
-    task = make_task(whole_image_can_win=False, no_region_is_miss=True)
+    task = make_task(whole_image_can_win=False, allow_no_regions=True)
     missed, other, _ = predict(task, [[9, 1, 2, 0.0]] * 3, boxes=([], BOXES[1]))
     assert (missed.box, missed.score, missed.candidate_boxes) == (None, 0, ())
     assert task.answer_lines(missed) == ["nothing: there are no candidate regions"]

@@ -11,8 +11,8 @@ import pytest
 from detector.errors import UserError
 from e2e_vl import parts
 from e2e_vl.encoders.vl_bert import VLBertModel
-from e2e_vl.examples import Preprocessor
 from e2e_vl.predictions import PhrasesOnly, TrueObject
+from e2e_vl.preprocessing import Preprocessor
 from e2e_vl.samples import (
     AnnotatedObjects,
     CategorisedObjects,
@@ -44,7 +44,7 @@ from tests.tasks.preprocessors import preprocess, sample_of
 
 SIZE = 32
 BOX = (10.0, 20.0, 30.0, 40.0)
-ANSWERS = {"answers": ["red", "blue"], "head_width": 1, "initialise_from_words": False}
+ANSWERS = {"answers": ["red", "blue"], "head_width": 1, "init_from_words": False}
 STRUCTURE = {"types": {"structural": "query"}, "group": None, "entailed": ("8",), "steps": 2}
 PHRASES = EntityPhrases(((0, 3),), (np.array([BOX]),), entities=("1",), types=(("people",),))
 OBJECTS = CategorisedObjects((2, 90), (TrueObject(BOX, 90, "cat", is_crowd=False),))

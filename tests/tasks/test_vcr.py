@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from detector.errors import UserError
 from detector.structures import Regions
-from e2e_vl.data.config import VCROptions
-from e2e_vl.examples import TextExample
+from e2e_vl.data.config import VCRDatasetConfig
+from e2e_vl.preprocessing import EncodedText
 from e2e_vl.samples import AnnotatedObjects, Question
 from e2e_vl.structures import Batch, EncoderOutput, RegionLabels, TaskOutput, TextRegions, gather_regions
 from e2e_vl.tasks.base import Sizes
@@ -160,10 +160,10 @@ def test_sentences_of_users_name_objects():
         parse_sentence("[0,3] waits", 3)
 
 
-READER = set(VCROptions.__struct_fields__)
+READER = set(VCRDatasetConfig.__struct_fields__)
 
 
-def texts_of(tiny, *, training=False, epoch=0, **options) -> list[TextExample]:
+def texts_of(tiny, *, training=False, epoch=0, **options) -> list[EncodedText]:
     """The four texts of the first question; `options` are the reader's and the task's."""
     reader = {name: value for name, value in options.items() if name in READER}
     config = VCRConfig(**{name: value for name, value in options.items() if name not in READER})
@@ -200,7 +200,7 @@ def test_people_are_named_in_turn_and_in_training_from_anywhere(tiny):
     seen = {decoded(texts_of(tiny, training=True, epoch=epoch)[0], tiny.tokenizer) for epoch in range(20)}
     assert len(seen) > 5
     assert len({decoded(texts_of(tiny, epoch=epoch)[0], tiny.tokenizer) for epoch in range(5)}) == 1
-    fixed = texts_of(tiny, training=True, turn_names=False, epoch=3)[0]
+    fixed = texts_of(tiny, training=True, rotate_names=False, epoch=3)[0]
     assert tokens(fixed, tiny.tokenizer)[3] == "riley"
     own = texts_of(tiny, people_names=("Quinn", "Pat"))[0]
     assert decoded(own, tiny.tokenizer).startswith("[CLS] why is pat and chair there")
@@ -210,7 +210,7 @@ def test_names_by_mention(tiny):
     """In the question [1] comes first; in each choice the names continue."""
     tiny.lines[0]["answer_choices"][1] = [[3, 0], "and", [1], [2], "."]
     choices = ["No Riley .", "Riley Jessie and Casey chair ."]
-    texts = texts_of(tiny, names_by="mention", join_word=None, training=True, epoch=5)
+    texts = texts_of(tiny, name_order="mention", join_word=None, training=True, epoch=5)
     assert decoded(texts[0], tiny.tokenizer) == f"[CLS] why is casey chair there ? [SEP] {choices[0].lower()} [SEP]"
     assert decoded(texts[1], tiny.tokenizer).endswith(f"[SEP] {choices[1].lower()} [SEP]")
     assert texts[1].region_of_token[[3, 4, 8, 9, 11, 12]].tolist() == [1, 2, 3, 0, 1, 2]

@@ -12,10 +12,10 @@ from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.structures import ImageBatch
 from e2e_vl.encoders.base import Encoder
-from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
-from e2e_vl.examples import Targets
+from e2e_vl.encoders.vl_bert import PretrainedVLBertConfig, VLBertModel
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch, MaskingBatch, TextBatch
+from e2e_vl.targets import Targets
 from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.base import Sizes
 from e2e_vl.tasks.objectives.texts import MatchTargets
@@ -51,7 +51,7 @@ def make_model(
         "masked_region_embedding": True,
         "with_pooler": True,
     }
-    encoder = VLBertModel(VLBertConfig(**settings | (encoder or {})))
+    encoder = VLBertModel(PretrainedVLBertConfig(**settings | (encoder or {})))
     return put_together(detector, encoder, {"masked_regions": {"classes": CLASSES}} | (objectives or {}), **options)
 
 

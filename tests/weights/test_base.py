@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
-from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
+from e2e_vl.encoders.vl_bert import PretrainedVLBertConfig, VLBertModel
 from e2e_vl.tasks.config import VQAConfig
 from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.tasks.vqa import VQATask
@@ -27,7 +27,7 @@ def bert() -> BertForMaskedLM:
 
 def vl_bert(**fields) -> VLBertModel:
     torch.manual_seed(2)
-    return VLBertModel(VLBertConfig(**{**SIZES, "feature_dim": 8, "geometry_dim": 8, **fields}))
+    return VLBertModel(PretrainedVLBertConfig(**{**SIZES, "feature_dim": 8, "geometry_dim": 8, **fields}))
 
 
 def save_old(bert: BertForMaskedLM, folder: Path) -> Path:

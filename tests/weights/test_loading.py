@@ -57,7 +57,7 @@ def test_weights_without_relative_geometry_start_as_they_were(tmp_path, name, is
     plain, path = make(), tmp_path
     if is_official:
         path = tmp_path / f"published{adapter.suffix}"
-        head = VQAConfig(answers=["yes", "no"], initialise_from_words=False, **options)
+        head = VQAConfig(answers=["yes", "no"], init_from_words=False, **options)
         task, detector = VQATask(plain.config.hidden_size, head), PrecomputedDetector(DetectorConfig())
         adapter.export(VisionLanguageModel(detector, plain, task), "vqa", path)
     else:

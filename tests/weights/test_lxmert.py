@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForMaskedLM, LxmertForPreTraining, Lxme
 
 from detector.config import DetectorConfig
 from detector.structures import PrecomputedDetector
-from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
+from e2e_vl.encoders.lxmert import LxmertEncoder, PretrainedLxmertConfig
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import TextBatch, TextRegions
 from e2e_vl.tasks.config import GQAConfig, NLVR2Config, VQAConfig
@@ -44,7 +44,7 @@ same_values = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
 
 
 def make_encoder(seed: int = 0, **fields: Any) -> LxmertEncoder:
-    return fill(LxmertEncoder(LxmertEncoderConfig(**{**SMALL, **fields})), seed)
+    return fill(LxmertEncoder(PretrainedLxmertConfig(**{**SMALL, **fields})), seed)
 
 
 def pretraining(**settings: Any) -> PretrainingTask:
@@ -54,7 +54,7 @@ def pretraining(**settings: Any) -> PretrainingTask:
 
 
 def vqa(answers: list[str] = ANSWERS) -> VQATask:
-    config = VQAConfig(answers=answers, head_width=2, dropout=0.0, initialise_from_words=False)
+    config = VQAConfig(answers=answers, head_width=2, dropout=0.0, init_from_words=False)
     return fill(VQATask(32, config), 3)
 
 
@@ -106,7 +106,7 @@ def test_a_fine_tuned_head_is_one_of_answers_or_of_image_pairs_by_its_width():
 def test_the_papers_encoder_starts_from_an_official_file(tmp_path: Path):
     model, path = model_of(pretraining()), tmp_path / "Epoch20_LXRT.pth"
     OfficialLxmert().export(model, "pretraining", path)
-    encoder = make_encoder(1, cross_attention="separate", with_segments=False, pooled="state")
+    encoder = make_encoder(1, cross_attention="separate", with_segments=False, pooling="state")
     report = load_encoder(encoder, path, rules("pretraining"))
     assert report.is_complete and report.copied == ["visual_attention -> text_attention"]
     state, official = encoder.state_dict(), model.encoder.state_dict()
@@ -262,7 +262,7 @@ def test_what_transformers_has_no_place_for_is_left_out(tmp_path: Path):
     assert left_out and all(name.startswith("task.masked_regions.") for name in left_out)
     theirs = load_in_transformers(LxmertForPreTraining, model, tmp_path / "some")
     assert set(theirs.obj_predict_head.decoder_dict) == {"obj"} and not theirs.config.task_qa
-    narrow = VQATask(32, VQAConfig(answers=ANSWERS, initialise_from_words=False))
+    narrow = VQATask(32, VQAConfig(answers=ANSWERS, init_from_words=False))
     without_match = pretraining_task(32, SMALL["vocab_size"], HEADS | {"relationship": 0.0})
     tasks = {"nlvr2": NLVR2Task(32, NLVR2Config()), "vqa": narrow, "pretraining": without_match}
     for name, task in tasks.items():

@@ -23,7 +23,7 @@ from detector.checkpoint import load_checkpoint
 from detector.config import DetectorConfig
 from detector.r2c import NetworkSizes, R2CNetwork
 from detector.structures import PrecomputedDetector
-from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig
+from e2e_vl.encoders.visual_bert import PretrainedVisualBertConfig, VisualBertEncoder
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.tasks.config import Flickr30KConfig, NLVR2Config, VCRConfig, VQAConfig
 from e2e_vl.tasks.flickr30k import Flickr30KTask
@@ -47,12 +47,12 @@ export_official, export_folder = OfficialVisualBert().export, TransformersVisual
 
 
 def make_encoder(**fields: Any) -> VisualBertEncoder:
-    return VisualBertEncoder(VisualBertEncoderConfig(**{**SIZES, "feature_dim": 8, **fields}))
+    return VisualBertEncoder(PretrainedVisualBertConfig(**{**SIZES, "feature_dim": 8, **fields}))
 
 
 def answers_task(count: int) -> VQATask:
     answers = [str(number) for number in range(count)]
-    return VQATask(16, VQAConfig(answers=answers, hidden_layer=False, initialise_from_words=False))
+    return VQATask(16, VQAConfig(answers=answers, hidden_layer=False, init_from_words=False))
 
 
 MAKE_TASK = {

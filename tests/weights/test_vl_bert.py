@@ -15,7 +15,7 @@ from detector.checkpoint import load_checkpoint
 from detector.config import DetectorConfig, flatten
 from detector.faster_rcnn import FasterRCNN
 from detector.structures import PrecomputedDetector
-from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
+from e2e_vl.encoders.vl_bert import PretrainedVLBertConfig, VLBertModel
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.tasks.config import VCRConfig, VQAConfig
 from e2e_vl.tasks.refcoco import ReferringTask
@@ -40,7 +40,7 @@ ONLY_PRETRAINING = [f"embeddings.{name}.weight" for name in ("masked_region_word
 
 def make_parts(kind: str, detector: DetectorConfig, encoder: dict, classes: int, answers: int) -> tuple[nn.Module, ...]:
     name = kind.split("_")[0]
-    config = VLBertConfig(
+    config = PretrainedVLBertConfig(
         **encoder,
         **(PRETRAINING if name == "pretraining" else {}),
         masked_region_feature=kind == "pretraining_prec",
@@ -167,12 +167,12 @@ def test_img_is_written_for_regions_and_for_masked_regions(tmp_path):
     """So the official model computes the same; read again, one of the two is left over."""
     model = tiny_model("pretraining", 1)
     fields = model.encoder.config.to_dict() | {"region_word": "img", "masked_region_embedding": False}
-    model.encoder = VLBertModel(VLBertConfig(**fields))
+    model.encoder = VLBertModel(PretrainedVLBertConfig(**fields))
     save_official(model, "pretraining", tmp_path / "x.model")
     state = state_of(tmp_path / "x.model")
     for name in ("object_linguistic_embeddings", "object_mask_word_embedding"):
         assert torch.equal(state[f"module.{name}.weight"], model.encoder.embeddings.region_word_embedding.weight)
-    again = VLBertModel(VLBertConfig(**fields))
+    again = VLBertModel(PretrainedVLBertConfig(**fields))
     report = load_encoder(again, tmp_path / "x.model", rules("pretraining"))
     assert report.unexpected == ["embeddings.masked_region_word_embedding.weight"] and not report.missing
     assert same(again, model.encoder)
@@ -243,13 +243,13 @@ def test_what_only_pre_training_trains_may_be_missing_from_a_fine_tuned_model(tm
     path = tmp_path / "y.model"
     save_official(tiny_model("pretraining_prec", 1), "pretraining", path)
     fields = {**TINY_ENCODER, "feature_dim": pretrained.encoder.config.feature_dim, "with_pooler": True}
-    missing = load_encoder(VLBertModel(VLBertConfig(**fields, max_images=2)), path, rules("vcr")).missing
+    missing = load_encoder(VLBertModel(PretrainedVLBertConfig(**fields, max_images=2)), path, rules("vcr")).missing
     assert all(name.startswith(("pooler", "embeddings.image_slot")) for name in missing)
     state = state_of(path)
     del state["module.aux_text_visual_embedding.weight"]
     torch.save({"state_dict": state}, path)
     with pytest.raises(ValueError, match=r"1 missing \(embeddings.text_only_embedding.weight\)"):
-        load_encoder(VLBertModel(VLBertConfig(**fields, text_only_embedding=True)), path, rules("vcr"))
+        load_encoder(VLBertModel(PretrainedVLBertConfig(**fields, text_only_embedding=True)), path, rules("vcr"))
 
 
 def test_a_head_that_is_switched_off_is_left_over(tmp_path):

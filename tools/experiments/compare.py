@@ -34,7 +34,7 @@ from tqdm.auto import tqdm
 from detector.errors import StoppedRunError, UserError
 from detector.io import read_json, read_yaml, write_json, write_text
 from e2e_vl.cli.main import make_parser, print_errors
-from e2e_vl.config import differences, load_config
+from e2e_vl.config_files import differences, load_config
 from e2e_vl.run.build import resolve_config
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"

@@ -30,7 +30,8 @@ import msgspec
 from compare import Job, add_common_options, format_mean, made_by, markdown_table, mean_and_std, run_jobs, write_table
 from detector.io import read_yaml
 from e2e_vl.cli.main import make_parser, print_errors
-from e2e_vl.config import BoxSource, EncoderSettings, RunConfig, load_config, save_config
+from e2e_vl.config import BoxSource, EncoderConfig, RunConfig
+from e2e_vl.config_files import load_config, save_config
 from e2e_vl.metrics.baselines import CHANCE, read_baselines
 from e2e_vl.run.evaluate import MetricName
 
@@ -156,7 +157,7 @@ def with_encoder(config: RunConfig, name: str, settings: Mapping[str, Any], task
     if "layers" in settings:
         sizes[settings["layers"]] = config.encoder.config.num_hidden_layers
     fields = {**sizes, **settings["config"], **settings.get("tasks", {}).get(task, {})}
-    return msgspec.structs.replace(config, encoder=EncoderSettings(name, fields))
+    return msgspec.structs.replace(config, encoder=EncoderConfig(name, fields))
 
 
 def collect(

@@ -18,10 +18,10 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from detector.structures import Detector, Loss
-from e2e_vl.examples import Targets
 from e2e_vl.predictions import Prediction, Ranked
 from e2e_vl.samples import DatasetInfo, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions
+from e2e_vl.targets import Targets
 from e2e_vl.tasks.answers import AnswerVocabulary
 from e2e_vl.tasks.base import Sizes, Transform, init_head
 from e2e_vl.tasks.config import ObjectiveConfig, PretrainingConfig

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from detector.errors import UserError
 from detector.structures import Detector, Loss
-from e2e_vl.examples import Targets
 from e2e_vl.predictions import MaskedRegion
 from e2e_vl.samples import DatasetInfo
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, RegionLabels, TextRegions, at_least_float32
+from e2e_vl.targets import Targets
 from e2e_vl.tasks.base import Transform, init_head
 from e2e_vl.tasks.config import (
     AttributeLabelsConfig,

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from detector.errors import UserError
 from detector.structures import Detector
-from e2e_vl.examples import Targets, stacked
 from e2e_vl.metrics.vqa import soft_scores
 from e2e_vl.samples import ChoiceText, CorrectAnswer, CorrectChoice, DatasetInfo, HumanAnswers, ScoredAnswers
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
+from e2e_vl.targets import Targets, stacked
 from e2e_vl.tasks.answers import AnswerVocabulary
 from e2e_vl.tasks.base import Head, Transform, init_head
 from e2e_vl.tasks.config import ImageQAConfig, PretrainingConfig, RelationshipConfig
@@ -54,7 +54,7 @@ class CaptionReplacement(ObjectivePreprocessor):
     config: RelationshipConfig = dataclasses.field(default_factory=RelationshipConfig)
 
     def edit_text(self, draft: TextDraft, index: int, generator: np.random.Generator) -> None:
-        if draft.sample.from_user or self.config.texts == "labelled":
+        if draft.sample.from_user or self.config.text_format == "labelled":
             return
         own, pool = draft.sample.own_texts, draft.sample.pool
         if generator.random() < self.config.probability:  # a caption of another image, drawn from all captions
@@ -63,23 +63,25 @@ class CaptionReplacement(ObjectivePreprocessor):
             found, draft.is_match = index, False
             while found in own:
                 found = int(generator.integers(len(pool)))
-        elif self.config.texts == "pair":  # another caption of the same image
+        elif self.config.text_format == "pair":  # another caption of the same image
             others = [number for number in own if number != index]
             found = others[int(generator.integers(len(others)))]
         else:
             return
-        if self.config.texts == "pair":
+        if self.config.text_format == "pair":
             draft.second = pool[found]
         else:
             draft.words = pool[found]
 
     def targets(self, draft: TextDraft, encoding: TextEncoding) -> MatchTargets:
-        if self.config.texts == "labelled":
+        if self.config.text_format == "labelled":
             truth = None if draft.text is None else draft.text.truth
             is_labelled = draft.is_choice is None and isinstance(truth, CorrectChoice)
             draft.is_match = bool(truth.number) if is_labelled else draft.is_choice
         elif isinstance(draft.text, ChoiceText):
-            raise UserError("Questions with choices stay; set task.config.objectives.relationship.texts to labelled.")
+            raise UserError(
+                "Questions with choices stay; set task.config.objectives.relationship.text_format to labelled."
+            )
         draft.record["is_match"] = draft.is_match
         return MatchTargets(np.int64(-1 if draft.is_match is None or not draft.has_image else draft.is_match))
 
@@ -91,7 +93,7 @@ class Relationship(Objective):
 
     def __init__(self, sizes: Sizes, config: RelationshipConfig):
         super().__init__(sizes, config)
-        is_pair = config.texts == "pair"
+        is_pair = config.text_format == "pair"
         self.needs = (Ability.SUMMARY_OF_PAIR if is_pair else Ability.SUMMARY_OF_SINGLE,)
         self.head = nn.Linear(sizes.summary_size, 2)
         init_head([self.head], "normal")
@@ -100,15 +102,19 @@ class Relationship(Objective):
         return CaptionReplacement(text_tokenizer, self.config)
 
     def check(self, info: DatasetInfo | None, detector: Detector, masking: PretrainingConfig) -> None:
-        if info is None or self.config.texts == "single":
+        if info is None or self.config.text_format == "single":
             return
         missing = None
-        if self.config.texts == "pair" and any(len(texts) < 2 for texts in info.groups):
+        if self.config.text_format == "pair" and any(len(texts) < 2 for texts in info.groups):
             missing = "some images have only one caption"
-        elif self.config.texts == "labelled" and not any(isinstance(truth, CorrectChoice) for truth in info.truths()):
+        elif self.config.text_format == "labelled" and not any(
+            isinstance(truth, CorrectChoice) for truth in info.truths()
+        ):
             missing = "the data have no labels of true texts"
         if missing is not None:
-            raise UserError(f"{self.config.key('texts')} is {self.config.texts}, but {missing}; set it to single.")
+            raise UserError(
+                f"{self.config.key('text_format')} is {self.config.text_format}, but {missing}; set it to single."
+            )
 
     def forward(
         self, targets: MatchTargets, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from detector.errors import UserError
 from detector.structures import Detector
-from e2e_vl.examples import Targets, per_wordpiece
 from e2e_vl.samples import DatasetInfo, HumanAnswers, Sample
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
+from e2e_vl.targets import Targets, per_wordpiece
 from e2e_vl.tasks.config import MaskedTextConfig, MaskedWordsConfig, PretrainingConfig
 from e2e_vl.tasks.objectives.base import (
     MASK,

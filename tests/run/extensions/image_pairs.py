@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from e2e_vl.config import BoxSource
 from e2e_vl.data.base import DataFiles, DataNeeds, VLDataset
 from e2e_vl.data.coco import CocoInstances
-from e2e_vl.data.config import NoOptions
+from e2e_vl.data.config import NoDatasetConfig
 from e2e_vl.samples import CorrectChoice, Sample, SampleImage, SampleText
 
 SHAPES = ("circle", "star")  # two statements about each pair
@@ -19,7 +19,7 @@ class PairDataset(VLDataset):
     file_keys = ("images", "instances")
     box_sources = (BoxSource.GT, BoxSource.ONLINE)
 
-    def __init__(self, files: DataFiles, options: NoOptions, split: str, needs: DataNeeds) -> None:
+    def __init__(self, files: DataFiles, options: NoDatasetConfig, split: str, needs: DataNeeds) -> None:
         self.images_root = files.path("images")
         self.instances = CocoInstances(files.path("instances", split=split))
         self.class_names = self.instances.class_names
@@ -29,7 +29,7 @@ class PairDataset(VLDataset):
         self.groups = [[2 * number, 2 * number + 1] for number in range(len(self.pairs))]
 
     @classmethod
-    def texts_of(cls, files: DataFiles, options: NoOptions, split: str) -> Iterable[str]:
+    def texts_of(cls, files: DataFiles, options: NoDatasetConfig, split: str) -> Iterable[str]:
         return [_statement(shape) for shape in SHAPES]
 
     def __len__(self) -> int:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from e2e_vl.encoders.base import Encoder, EncoderConfig, read_summary
-from e2e_vl.parts import Settings
+from e2e_vl.encoders.base import Encoder, PretrainedEncoderConfig, read_summary
+from e2e_vl.registry import Config
 from e2e_vl.structures import Ability, EncoderOutput, TextBatch, TextRegions
 
 
-class PooledSettings(Settings, frozen=True):
+class PooledEncoderConfig(Config, frozen=True):
     hidden_size: int = 16
     uses_whole_image: bool = False
 
 
-class PooledConfig(EncoderConfig, settings=PooledSettings):
+class PooledConfig(PretrainedEncoderConfig, settings=PooledEncoderConfig):
     model_type = "pooled"
 
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from detector.structures import Loss
-from e2e_vl.examples import Targets
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
+from e2e_vl.targets import Targets
 from e2e_vl.tasks.base import init_head
 from e2e_vl.tasks.config import ObjectiveConfig
 from e2e_vl.tasks.objectives.base import MLMHead, Objective, ObjectiveOutput, PretrainingPrediction, Sizes

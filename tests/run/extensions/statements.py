@@ -12,16 +12,18 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from detector.structures import Loss
-from e2e_vl.examples import GeneratorFactory, ImageExample, Preprocessor, Targets, TextExample, stacked
-from e2e_vl.parts import Settings
 from e2e_vl.predictions import Prediction
+from e2e_vl.preprocessing import EncodedText, GeneratorFactory, Preprocessor
+from e2e_vl.registry import Config
 from e2e_vl.samples import CorrectChoice, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
+from e2e_vl.targets import Targets, stacked
 from e2e_vl.tasks.base import Sizes, Task
 from e2e_vl.text import TextTokenizer
+from e2e_vl.transforms import LoadedImage
 
 
-class StatementConfig(Settings, frozen=True):
+class StatementConfig(Config, frozen=True):
     dropout: float = 0.1
 
 
@@ -45,14 +47,14 @@ class StatementPreprocessor(Preprocessor):
 
     @override
     def encode_text(
-        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], make_generator: GeneratorFactory
-    ) -> Iterable[TextExample]:
+        self, text: SampleText, sample: Sample, images: Sequence[LoadedImage], make_generator: GeneratorFactory
+    ) -> Iterable[EncodedText]:
         encoding = self.text_tokenizer.single(
             self.text_tokenizer.pieces(text.words, mirrored=images[0].image_transform.flipped)
         )
         record = self.record(text, images, encoding)
         targets = StatementTargets(None if text.truth is None else np.int64(text.truth.number))
-        yield TextExample(encoding, text.image_index, record, targets)
+        yield EncodedText(encoding, text.image_index, record, targets)
 
 
 class StatementTask(Task):

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from detector.config import DetectorConfig
 from detector.structures import ImageBatch, PrecomputedDetector, PrecomputedFeatures
-from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
-from e2e_vl.examples import Targets
+from e2e_vl.encoders.lxmert import LxmertEncoder, PretrainedLxmertConfig
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch, MaskingBatch, RegionLabels, RegionMasks, TextBatch
+from e2e_vl.targets import Targets
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.texts import AnswerLabel, MatchTargets
@@ -40,7 +40,7 @@ OBJECTIVES = [name for name, value in SETTINGS.items() if value]
 @pytest.fixture(scope="module")
 def model() -> VisionLanguageModel:
     torch.manual_seed(0)
-    config = LxmertEncoderConfig(
+    config = PretrainedLxmertConfig(
         vocab_size=VOCABULARY,
         feature_dim=FEATURE,
         hidden_size=WIDTH,

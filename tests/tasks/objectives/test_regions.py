@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from detector.errors import UserError
-from e2e_vl.examples import Targets
 from e2e_vl.structures import RegionLabels
+from e2e_vl.targets import Targets
 from e2e_vl.tasks.config import (
     AttributeLabelsConfig,
     MaskedRegionsConfig,

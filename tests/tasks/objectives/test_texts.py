@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from detector.errors import UserError
-from e2e_vl.examples import TextExample
+from e2e_vl.preprocessing import EncodedText
 from e2e_vl.samples import (
     CorrectAnswer,
     CorrectChoice,
@@ -73,7 +73,7 @@ def test_shares_of_the_official_code():
 CAPTION = "A red square stands left of the naïve box"
 
 
-def word_labels(text: TextExample, objective: str = "masked_words") -> np.ndarray:
+def word_labels(text: EncodedText, objective: str = "masked_words") -> np.ndarray:
     return text.targets.parts[objective].labels
 
 
@@ -204,15 +204,15 @@ def test_data_without_corpus_or_human_answers_are_refused(objective, message):
 POOL = [f"caption {number}" for number in range(10)]
 
 
-def exchanging(tokenizer, probability: float = 0.5, texts: str = "single", **options):
-    relationship = {"weight": 1.0, "probability": probability, "texts": texts}
+def exchanging(tokenizer, probability: float = 0.5, text_format: str = "single", **options):
+    relationship = {"weight": 1.0, "probability": probability, "text_format": text_format}
     return make_preprocessor(tokenizer, masked_words=0.0, relationship=relationship, **options)
 
 
 @pytest.mark.parametrize("texts", ["single", "pair"])
 def test_half_of_the_captions_belong_to_other_images(tokenizer, texts):
     """The caption is another one, or is followed by another one, of the same image as often as of others."""
-    preprocessor, is_pair = exchanging(tokenizer, texts=texts), texts == "pair"
+    preprocessor, is_pair = exchanging(tokenizer, text_format=texts), texts == "pair"
     matches, shown = [], set()
     for epoch in range(60):
         sample = sample_of(*POOL[:3], pool=POOL, own_texts=range(3))
@@ -243,7 +243,7 @@ def test_a_users_text_is_never_exchanged(tokenizer, tmp_path):
 
 @pytest.mark.parametrize(("truth", "label"), [(CorrectChoice(1), 1), (CorrectChoice(0), 0), (None, -1)])
 def test_truths_of_the_data_are_the_labels(tokenizer, truth, label):
-    preprocessor = make_preprocessor(tokenizer, relationship={"weight": 1.0, "texts": "labelled"})
+    preprocessor = make_preprocessor(tokenizer, relationship={"weight": 1.0, "text_format": "labelled"})
     [text] = preprocess(preprocessor, sample_of(SampleText(0, POOL[0], {}, truth)))
     assert text.record["text"] == POOL[0] and int(text.targets.parts["relationship"].is_match) == label
 
@@ -267,9 +267,9 @@ def test_loss_is_a_cross_entropy_over_the_texts_with_an_image():
 
 @pytest.mark.parametrize(("texts", "last"), [("pair", [2, 3]), ("labelled", [2])])
 def test_each_kind_of_text_needs_its_data(texts, last):
-    objective = relationship_of(texts=texts)
+    objective = relationship_of(text_format=texts)
     objective.check(SimpleNamespace(groups=[[0, 1], last], truths=lambda: [None, CorrectChoice(0)]), None, None)
-    with pytest.raises(UserError, match=rf"relationship\.texts is {texts}"):
+    with pytest.raises(UserError, match=rf"relationship\.text_format is {texts}"):
         objective.check(SimpleNamespace(groups=[[0, 1], [2]], truths=lambda: [None]), None, None)
 
 

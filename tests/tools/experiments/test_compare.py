@@ -12,7 +12,7 @@ import pytest
 
 import compare as tool
 from detector.io import read_yaml
-from e2e_vl.config import differences, load_config, save_config
+from e2e_vl.config_files import differences, load_config, save_config
 from tests.conftest import ROOT
 
 DEMO = ROOT / "configs" / "demo" / "refcoco.yaml"
@@ -22,7 +22,7 @@ TINY = ROOT / "configs" / "tiny" / "refcoco.yaml"
 FAKE = """
 import json, sys, time
 from pathlib import Path
-from e2e_vl.config import load_config, save_config
+from e2e_vl.config_files import load_config, save_config
 
 def note(*words):
     with Path(__file__).with_suffix(".log").open("a") as log:

@@ -11,7 +11,7 @@ import yaml
 import compare
 import pairs as tool
 from e2e_vl.cli.run import train
-from e2e_vl.config import differences, load_config
+from e2e_vl.config_files import differences, load_config
 from e2e_vl.run.build import resolve_config
 from tests.conftest import ROOT, cpu_with_one_thread
 

@@ -1,0 +1,238 @@
+"""Reading and writing a run's settings: YAML files with their bases, and `key=value` arguments.
+
+The command line (`train.lr=1e-5`) overrides the file, the file its `base:` file, and that the defaults of
+`e2e_vl/config.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import functools
+import os
+import re
+import typing
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import yaml
+
+from detector.config import (
+    DetectorConfig,
+    merge,
+)
+from detector.errors import MissingFileError, UserError, user_path
+from detector.io import decode_yaml, read_yaml, write_text
+from detector.zoo import PublishedWeights, resolve_weights
+from e2e_vl.config import RunConfig, RunDetectorConfig
+from e2e_vl.registry import DATASETS, ENCODERS, TASKS
+
+PACKAGED_CONFIGS = Path(__file__).parent / "configs"  # of an installed package; a clone has them beside the package
+CONFIGS = PACKAGED_CONFIGS if PACKAGED_CONFIGS.is_dir() else Path(__file__).resolve().parents[1] / "configs"
+INPUTS = (  # keys that name existing files or folders, see `load_config`
+    *("detector.config", "detector.weights", "encoder.weights", "encoder.fallback_weights"),
+    *("task.weights", "task.fallback_weights", "task.config.answers", "phrases.weights"),
+    *("data.vocabulary", "data.root"),
+)
+Tree = dict[str, Any]  # nested settings, as in YAML
+
+
+def find_config(name: str | Path) -> Path:
+    """A config file: a path, or the name of a config that comes along, such as demo/refcoco; `.yaml` may be omitted."""
+    path = user_path(name, "The config")
+    for place in (Path(), CONFIGS.parent, CONFIGS):
+        if found := next((one for one in (place / path, place / f"{path}.yaml") if one.is_file()), None):
+            return found
+    written = str(path.with_suffix("")).removeprefix("configs/")
+    names = [one.relative_to(CONFIGS).with_suffix("").as_posix() for one in sorted(CONFIGS.glob("*/*.yaml"))]
+    names += [str(one) for one in sorted(path.parent.glob("*.yaml"))]
+    close = difflib.get_close_matches(written, names) or [one for one in names if Path(one).name == path.stem]
+    hint = f"did you mean {' or '.join(close)}?" if close else f"give a path, or the name of a file in {CONFIGS}."
+    raise MissingFileError(f"{name}: there is no such config; {hint}")
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """Read a run's settings.
+
+    Relative paths under the keys in `INPUTS` work from any directory: a path in a YAML file that does not exist in the
+    working directory is searched for in the folder of that file, then in its parents, then (all but `data.root`) beside
+    `CONFIGS`. Paths that are found nowhere, and paths from the command line, do not change.
+
+    Args:
+        path: YAML file, see `find_config`; its `base:` key names a file with the settings that it overrides, relative
+            to it or as in `find_config`.
+        overrides: `key=value` arguments; dots separate the levels (`train.lr=1e-5`).
+    """
+    path = find_config(path)
+    default = _nest("detector.config", RunDetectorConfig().config)
+    layers = [(str(path), _with_found_inputs(default, path.parent)), *_read_layers(path)]
+    layers += [(f"Command line: {word}", parse_override(word)) for word in overrides]
+    try:
+        config = msgspec.convert(_merge_all(layers), RunConfig, strict=True)
+    except msgspec.ValidationError as error:
+        raise UserError(_explain(str(error), layers)) from error
+    return msgspec.structs.replace(config, output=str(user_path(config.output, "output")))
+
+
+def save_config(config: RunConfig, path: str | Path) -> None:
+    text = yaml.safe_dump(msgspec.to_builtins(config, str_keys=True), sort_keys=False, allow_unicode=True)
+    write_text(Path(path), text)
+
+
+def parse_override(word: str) -> Tree:
+    """Read a `key=value` argument as nested settings."""
+    key, equals, value = word.partition("=")
+    if not equals or not key:
+        raise UserError(f"Command line: '{word}' is not of the form key=value, such as train.lr=1e-5.")
+    return _nest(key, decode_yaml(value, f"Command line: the value in '{word}'"))
+
+
+def parse_overrides(words: Iterable[str]) -> Tree:
+    """Read `key=value` arguments as nested settings; later ones override earlier ones."""
+    return functools.reduce(merge, map(parse_override, words), {})
+
+
+def differences(first: Any, second: Any, prefix: str = "") -> list[str]:
+    """The differences of two settings, as `key: one -> other` lines."""
+    first, second = (msgspec.to_builtins(one) if isinstance(one, msgspec.Struct) else one for one in (first, second))
+    if isinstance(first, dict) and isinstance(second, dict):
+        lines = []
+        for key in sorted({*first, *second}):
+            lines += differences(first.get(key), second.get(key), f"{prefix}.{key}" if prefix else str(key))
+        return lines
+    return [] if first == second else [f"{prefix}: {first} -> {second}"]
+
+
+def _read_layers(path: Path) -> list[tuple[str, Tree]]:
+    """The settings of a file and of its base files, the innermost base first, each with its file name."""
+    tree = dict(read_yaml(path) or {})
+    base = tree.pop("base", None)
+    below = (
+        [] if base is None else _read_layers(beside if (beside := path.parent / base).is_file() else find_config(base))
+    )
+    return [*below, (str(path), _with_found_inputs(tree, path.parent))]
+
+
+def _merge_all(layers: list[tuple[str, Tree]]) -> Tree:
+    return functools.reduce(merge, (tree for _, tree in layers), {})
+
+
+def _nest(key: str, value: Any) -> Tree:
+    """`a.b` and 1 -> {"a": {"b": 1}}."""
+    return functools.reduce(lambda inner, name: {name: inner}, reversed(key.split(".")), value)
+
+
+def _with_found_inputs(tree: Tree, folder: Path) -> Tree:
+    """The settings of a file in `folder`, with input paths that exist from the working directory; see `load_config`."""
+    exists = os.path.exists  # unlike Path.exists, it returns False in a folder without permission
+    for key in INPUTS:
+        written = _get(tree, key.split("."))
+        if not isinstance(written, str) or Path(written).is_absolute() or written.startswith("~"):
+            continue
+        places = (Path(), folder.resolve(), *folder.resolve().parents, CONFIGS.parent)
+        if key == "data.root":  # what lies in a clone may be the drawn data of another run
+            places = tuple(place for place in places if place != CONFIGS.parent)
+        found = next((place / written for place in places if exists(place / written)), None)
+        if found is not None and found.is_absolute():
+            tree = merge(tree, _nest(key, str(found)))
+    return tree
+
+
+_ABSENT = object()
+
+
+def _get(tree: Any, names: Sequence[str]) -> Any:
+    """The setting under a path of keys; `_ABSENT` if it is not set."""
+    for name in names:
+        tree = tree.get(name, _ABSENT) if isinstance(tree, dict) else _ABSENT
+    return tree
+
+
+_PATH = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`")
+_MISSING = re.compile(r"Object missing required field `(.*?)`")
+
+
+def _explain(message: str, layers: list[tuple[str, Tree]]) -> str:
+    """Rewrite an error of `msgspec.convert` as a sentence with the file or argument, the key and the problem."""
+    place = ".".join(name for name in reversed(_PATH.findall(message)) if name)
+    problem = re.sub(r"\barray\b", "list", _PATH.sub("", message).rstrip("."))
+    if found := _MISSING.fullmatch(problem):
+        key = f"{place}.{found[1]}" if place else found[1]
+        return f"{layers[0][0]}: {key} has no value; set it in the file or as key=value."
+    types = _setting_types(layers)
+    if found := _UNKNOWN.fullmatch(problem):
+        prefix, last = f"{place}." if place else "", found[1]
+        key = prefix + last
+        siblings = [name for section, _, name in (one.rpartition(".") for one in types) if section == place]
+        section, where = key.partition(".")[0], _find_source(key, layers)
+        part, order = _find_source(f"{section}.name", layers), {one: level for level, (one, _) in enumerate(layers)}
+        if place.startswith(f"{section}.config") and order[where] < order[part]:
+            return f"{part}: {where} sets '{key}', which this {section} does not have; use a file that fits it."
+        names = [prefix + name for name in difflib.get_close_matches(last, siblings, n=1)]
+        near = [one for one in types if not place or one.startswith(f"{section}.")]
+        names += difflib.get_close_matches(key, [one for one in near if not key.startswith(one)], n=1, cutoff=0.85)
+        for name in difflib.get_close_matches(last, [one.rpartition(".")[2] for one in near], n=1):
+            names += [one for one in near if one.rpartition(".")[2] == name]
+        known = f"; {place or 'the top level'} has {', '.join(siblings)}." if siblings else "; see e2e_vl/config.py."
+        hint = f"; did you mean '{names[0]}'?" if names else known
+        return f"{where}: there is no setting '{key}'{hint}"
+    if problem.startswith("Invalid enum value"):
+        problem += f"; it must be one of {', '.join(_list_choices(types.get(place.partition('[')[0])))}"
+    ending = "" if problem.endswith("?") else "."
+    source = _find_source(place, layers)
+    named = f"{place}: " if place and f": {place}=" not in source else ""
+    return f"{source}: {named}{problem}{ending}"
+
+
+def _list_choices(kind: Any) -> list[str]:
+    """The allowed values of an enum or `Literal` type."""
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return [str(one) for one in kind]
+    inner = typing.get_args(kind)
+    if typing.get_origin(kind) is Literal:
+        return [str(one) for one in inner]
+    return [choice for one in inner for choice in _list_choices(one)]
+
+
+def _setting_types(layers: list[tuple[str, Tree]]) -> dict[str, Any]:
+    """Dotted names and types of all settings, including those of the selected parts."""
+    merged, types = _merge_all(layers), dict(_types_in(RunConfig, ""))
+    for section, parts in (("encoder", ENCODERS), ("task", TASKS), ("data", DATASETS)):
+        part = parts.get(merged[section].get("name")) if isinstance(merged.get(section), dict) else None
+        if part is not None:
+            types.update(_types_in(part.config_class, f"{section}.config."))
+    return types
+
+
+def _types_in(struct: type[msgspec.Struct], prefix: str) -> Iterator[tuple[str, Any]]:
+    for field in msgspec.structs.fields(struct):
+        yield f"{prefix}{field.name}", field.type
+        for inner in (field.type, *getattr(field.type, "__args__", ())):  # X, or the X of X | None
+            if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+                yield from _types_in(inner, f"{prefix}{field.name}.")
+
+
+def _find_source(key: str, layers: list[tuple[str, Tree]]) -> str:
+    """The file or argument that last set a dotted key, or else the section around it."""
+    names = key.partition("[")[0].split(".")
+    for count in range(len(names), 0, -1):
+        for source, tree in reversed(layers):
+            if _get(tree, names[:count]) is not _ABSENT:
+                return source
+    return layers[0][0]
+
+
+# The detector's settings
+
+
+def read_detector_config(settings: RunDetectorConfig) -> DetectorConfig:
+    """Read the Detectron2 YAML file (or that of published weights), with `detector.overrides`."""
+    published = resolve_weights(settings.config)
+    path = published.config_path if isinstance(published, PublishedWeights) else find_config(published)
+    if not settings.overrides:
+        return DetectorConfig.from_yaml(path)
+    # not `resolve`: the cache of the Hugging Face hub links to files without an extension
+    return DetectorConfig.from_yaml({"_BASE_": str(path.absolute()), **settings.overrides})
