@@ -90,8 +90,8 @@ class BertAdam(OfficialAdam):
     """Adam without bias correction, used by the official VisualBERT and LXMERT code.
 
     `weight -= rate * (m / (sqrt(v) + eps) + weight_decay * weight)`, with m and v including the new gradient. The
-    schedule of a parameter does not advance while it has no gradient. `max_grad_norm_per_tensor`: clip the gradient of each
-    parameter to this norm; None: no clipping.
+    schedule of a parameter does not advance while it has no gradient. `max_grad_norm_per_tensor`: clip the gradient of
+    each parameter to this norm; None: no clipping.
     """
 
     # number of updates of a parameter -> its share of the peak learning rate; None: the group's `lr` is used
@@ -183,7 +183,7 @@ def build_optimizer(
 
 
 def schedule_span(settings: TrainConfig, total_steps: int) -> tuple[int, int]:
-    """Return first step and length of the schedule that a run of `total_steps` follows, see `train.schedule_fraction`."""
+    """Return the first step and the length of the schedule of a run, see `train.schedule_fraction`."""
     start, end = settings.schedule_fraction
     length = round(total_steps / (end - start))
     return round(start * length), length
@@ -220,8 +220,8 @@ def build_schedule(
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """Build a schedule: linear warm-up, then decay over `total_steps` optimiser steps, or a part of that.
 
-    Update u (from 0) has the learning rate of step u; with `schedule_skips_zero`, as in the official VL-BERT code, that of
-    step u + 1: the rate of the first update is not 0, and that of the last one is. `BertAdam` evaluates the schedule
+    Update u (from 0) has the learning rate of step u; with `schedule_skips_zero`, as in the official VL-BERT code, that
+    of step u + 1: the rate of the first update is not 0, and that of the last one is. `BertAdam` evaluates the schedule
     per parameter. The groups of the optimiser have the peak learning rates.
     """
     for group in optimizer.param_groups:
