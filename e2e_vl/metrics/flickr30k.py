@@ -56,15 +56,20 @@ def first_hit(scores: np.ndarray | Sequence[float], is_correct: np.ndarray | Seq
 
 
 def recalls(ranks: Sequence[int | None]) -> dict[str, float]:
-    """ "R@1", "R@5", "R@10" and "upper_bound", 0 to 1, from the `first_hit` ranks of all phrases."""
-    found = {f"R@{k}": sum(rank is not None and rank < k for rank in ranks) / len(ranks) for k in RECALLS}
-    return found | {"upper_bound": sum(rank is not None for rank in ranks) / len(ranks)}
+    """Return "R@1", "R@5", "R@10" and "upper_bound", 0 to 1, from the `first_hit` ranks of all phrases."""
+    hit_ranks = [rank for rank in ranks if rank is not None]
+    shares = {}
+    for k in RECALLS:
+        shares[f"R@{k}"] = sum(rank < k for rank in hit_ranks) / len(ranks)
+    shares["upper_bound"] = len(hit_ranks) / len(ranks)
+    return shares
 
 
 def phrase_metrics(predictions: Sequence[Flickr30KPrediction]) -> dict[str, float]:
-    """Recall over all phrases that have boxes. Returns "count" (sentences); and if there are phrases with boxes,
-    "accuracy" (R@1), "recall_5", "recall_10", "ceiling" (the upper bound) and "accuracy_by_type/<type>". A phrase with
-    several types counts for each.
+    """Return the recalls over all phrases that have boxes.
+
+    They are "count" (sentences); and if there are phrases with boxes, "accuracy" (R@1), "recall_5", "recall_10",
+    "ceiling" (the upper bound) and "accuracy_by_type/<type>". A phrase with several types counts for each.
     """
     metrics = {"count": float(len(predictions))}
     ranks: list[int | None] = []
@@ -78,10 +83,12 @@ def phrase_metrics(predictions: Sequence[Flickr30KPrediction]) -> dict[str, floa
                 by_type[kind].append(rank)
     if not ranks:
         return metrics
-    found = recalls(ranks)
-    metrics |= {"accuracy": found["R@1"], "recall_5": found["R@5"], "recall_10": found["R@10"]}
-    metrics["ceiling"] = found["upper_bound"]
-    return metrics | {f"accuracy_by_type/{kind}": recalls(own)["R@1"] for kind, own in sorted(by_type.items())}
+    shares = recalls(ranks)
+    metrics |= {"accuracy": shares["R@1"], "recall_5": shares["R@5"], "recall_10": shares["R@10"]}
+    metrics["ceiling"] = shares["upper_bound"]
+    for kind, ranks_of_type in sorted(by_type.items()):
+        metrics[f"accuracy_by_type/{kind}"] = recalls(ranks_of_type)["R@1"]
+    return metrics
 
 
 def write_submission(path: Path, predictions: Sequence[Flickr30KPrediction]) -> None:
@@ -90,8 +97,10 @@ def write_submission(path: Path, predictions: Sequence[Flickr30KPrediction]) -> 
     There is no evaluation server; boxes are xyxy in pixels of the original image.
     """
     entries = []
-    for one in predictions:
-        rows = zip(one.phrase_ids, one.phrases, one.boxes, one.scores, strict=True)
-        phrases = [dict(zip(("id", "phrase", "box", "score"), row, strict=True)) for row in rows]
-        entries.append({"image": one.image_id, "sentence": one.sentence, "phrases": phrases})
+    for prediction in predictions:
+        rows = zip(prediction.phrase_ids, prediction.phrases, prediction.boxes, prediction.scores, strict=True)
+        phrases = []
+        for phrase_id, phrase, box, score in rows:
+            phrases.append({"id": phrase_id, "phrase": phrase, "box": box, "score": score})
+        entries.append({"image": prediction.image_id, "sentence": prediction.sentence, "phrases": phrases})
     write_list(path, entries, ["image", "sentence"])

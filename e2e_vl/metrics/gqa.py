@@ -64,34 +64,39 @@ def gqa_scores(predictions: Sequence[GQAPrediction]) -> dict[str, Any]:
         "accuracyPerStructuralType", "accuracyPerSemanticType", "accuracyPerLength" (words) and "accuracyPerSteps", each
         {type: {"accuracy", "count"}}. A metric over no questions is 0, as in the script.
     """
-    predictions = [one for one in predictions if one.right_answer is not None]
-    scored = [one for one in predictions if one.is_balanced]
+    predictions = [prediction for prediction in predictions if prediction.right_answer is not None]
+    scored = [prediction for prediction in predictions if prediction.is_balanced]
     lists: dict[str, list[float]] = {"accuracy": [], "binary": [], "open": []}
-    tables: dict[str, dict[str, list[bool]]] = {
-        name: defaultdict(list) for name in (*_KINDS, "accuracyPerLength", "accuracyPerSteps")
-    }
-    for one in scored:
-        lists["accuracy"].append(one.is_hit)
-        lists["open" if one.types["structural"] == OPEN else "binary"].append(one.is_hit)
-        for table, kind in _KINDS.items():
-            tables[table][one.types[kind]].append(one.is_hit)
-        tables["accuracyPerLength"][str(len(one.text.split()))].append(one.is_hit)
-        tables["accuracyPerSteps"][str(one.steps)].append(one.is_hit)
+    table_names = (*_KINDS, "accuracyPerLength", "accuracyPerSteps")
+    tables: dict[str, dict[str, list[bool]]] = {name: defaultdict(list) for name in table_names}
+    for prediction in scored:
+        lists["accuracy"].append(prediction.is_hit)
+        kind = "open" if prediction.types["structural"] == OPEN else "binary"
+        lists[kind].append(prediction.is_hit)
+        for table, type_name in _KINDS.items():
+            tables[table][prediction.types[type_name]].append(prediction.is_hit)
+        tables["accuracyPerLength"][str(len(prediction.text.split()))].append(prediction.is_hit)
+        tables["accuracyPerSteps"][str(prediction.steps)].append(prediction.is_hit)
     for name, field in (("validity", "is_valid"), ("plausibility", "is_plausible"), ("grounding", "grounding")):
-        values = [getattr(one, field) for one in scored]
+        values = [getattr(prediction, field) for prediction in scored]
         if None not in values:
             lists[name] = values
-    hits = {one.question_id: one.is_hit for one in predictions}
+    hits = {prediction.question_id: prediction.is_hit for prediction in predictions}
     has_distinct_ids = len(hits) == len(predictions)  # joined data sets may repeat them
-    if has_distinct_ids and all(other in hits for one in scored for other in one.entailed_others):
-        others = [[hits[other] for other in one.entailed_others] for one in scored if one.is_hit]
-        lists["consistency"] = [_mean(own) for own in others if own]
+    entailed = {other for prediction in scored for other in prediction.entailed_others}
+    if has_distinct_ids and entailed <= hits.keys():
+        others = []
+        for prediction in scored:
+            if prediction.is_hit:
+                others.append([hits[other] for other in prediction.entailed_others])
+        lists["consistency"] = [_mean(hits_of_others) for hits_of_others in others if hits_of_others]
     scores: dict[str, Any] = {name: 100 * _mean(values) for name, values in lists.items()}
     scores["distribution"] = distribution(scored) / 100
     for name, table in tables.items():
-        scores[name] = {
-            key: {"accuracy": 100 * _mean(values), "count": len(values)} for key, values in sorted(table.items())
-        }
+        rows = {}
+        for key, values in sorted(table.items()):
+            rows[key] = {"accuracy": 100 * _mean(values), "count": len(values)}
+        scores[name] = rows
     return scores
 
 
@@ -103,14 +108,16 @@ def distribution(predictions: Iterable[GQAPrediction]) -> float:
     """
     gold: dict[str, Counter[str]] = defaultdict(Counter)
     predicted: dict[str, Counter[str]] = defaultdict(Counter)
-    for one in predictions:
-        if one.group is not None:
-            gold[one.group][one.right_answer] += 1
-            predicted[one.group][one.answer] += 1
+    for prediction in predictions:
+        if prediction.group is not None:
+            gold[prediction.group][prediction.right_answer] += 1
+            predicted[prediction.group][prediction.answer] += 1
     total = weighted = 0.0
     for group, counts in gold.items():
         size = counts.total()
-        chi_square = sum((predicted[group][answer] - count) ** 2 / count for answer, count in counts.items())
+        chi_square = 0.0
+        for answer, count in counts.items():
+            chi_square += (predicted[group][answer] - count) ** 2 / count
         weighted += chi_square * size
         total += size
     return weighted / total if total else 0.0
@@ -128,17 +135,17 @@ def gqa_metrics(predictions: Sequence[GQAPrediction]) -> dict[str, float]:
         known "validity", "plausibility", "grounding" and "consistency" (only if all entailed questions were predicted).
     """
     metrics = {"count": float(len(predictions))}
-    answered = [one for one in predictions if one.right_answer is not None]
-    if answered and not any(one.types for one in answered):
-        return metrics | {"accuracy": _mean([one.is_hit for one in answered])}
-    balanced = [one for one in predictions if one.is_balanced]
-    if not any(one.is_balanced for one in answered):
+    answered = [prediction for prediction in predictions if prediction.right_answer is not None]
+    if answered and not any(prediction.types for prediction in answered):
+        return metrics | {"accuracy": _mean([prediction.is_hit for prediction in answered])}
+    balanced = [prediction for prediction in predictions if prediction.is_balanced]
+    if not any(prediction.is_balanced for prediction in answered):
         return metrics
     scores = gqa_scores(predictions)
-    if not any(one.entailed_others for one in balanced):
+    if not any(prediction.entailed_others for prediction in balanced):
         scores.pop("consistency", None)
     metrics["accuracy"] = scores["accuracy"] / 100
-    is_open = {one.types["structural"] == OPEN for one in balanced}
+    is_open = {prediction.types["structural"] == OPEN for prediction in balanced}
     for kind, name in ((False, "binary"), (True, "open")):
         if kind in is_open:
             metrics[f"accuracy/{name}"] = scores[name] / 100

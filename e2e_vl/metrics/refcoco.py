@@ -118,7 +118,7 @@ def hits(boxes: np.ndarray, gt_boxes: np.ndarray, convention: str, image_size: A
 def referring_metrics(
     predictions: Iterable[ReferringPrediction], convention: str = "mattnet", f1_overlap: str = "generalized_iou"
 ) -> dict[str, float]:
-    """Accuracy and ceiling of predictions, over all and by family of expression.
+    """Return accuracy and ceiling of predictions, over all and by family of expression.
 
     Args:
         convention: one in the table above. `vlbert` needs `image_size`, `same_annotation` needs `ann_id` and
@@ -135,11 +135,14 @@ def referring_metrics(
     needs = {"same_annotation": ("ann_id", "candidate_ann_ids"), "vlbert": ("targets", "image_size")}
     right: dict[str, list[tuple[bool, bool]]] = defaultdict(list)
     found_none: dict[str, list[bool]] = defaultdict(list)  # of expressions without a target
-    ious, found_some = [], []
+    found_some: list[bool] = []  # of expressions with a target
+    ious: list[float] = []
     f1_hits: list[bool] = []
     for prediction in predictions:
-        families = [] if prediction.family is None else accumulate(prediction.family.split("/"), "{}/{}".format)
-        families = ["", *(f"/{family}" for family in families)]
+        families = [""]  # endings of the names of the metrics in which it counts
+        if prediction.family is not None:
+            for family in accumulate(prediction.family.split("/"), "{}/{}".format):
+                families.append(f"/{family}")
         if prediction.targets == ():
             for family in families:
                 found_none[family].append(prediction.box is None)
@@ -161,31 +164,42 @@ def referring_metrics(
     metrics = {"accuracy": 0.0, "ceiling": 0.0, "count": float(len(right[""]))}
     for family, results in sorted(right.items()):
         if results:
-            metrics[f"accuracy{family}"], metrics[f"ceiling{family}"] = (float(x) for x in np.mean(results, axis=0))
+            accuracy, ceiling = np.mean(results, axis=0)
+            metrics[f"accuracy{family}"] = float(accuracy)
+            metrics[f"ceiling{family}"] = float(ceiling)
     if found_none:
-        metrics |= {f"n_acc{family}": float(np.mean(results)) for family, results in sorted(found_none.items())}
-        metrics |= {"t_acc": float(np.mean(found_some or [0.0])), "giou": float(np.mean(ious))}
+        for family, is_right in sorted(found_none.items()):
+            metrics[f"n_acc{family}"] = float(np.mean(is_right))
+        metrics["t_acc"] = float(np.mean(found_some or [0.0]))
+        metrics["giou"] = float(np.mean(ious))
         metrics["f1_precision"] = float(np.mean(f1_hits))
     return metrics
 
 
 def area_iou(boxes: Sequence[Box], gt_boxes: Sequence[Box]) -> float:
-    """IoU of the areas that two lists of boxes cover, xyxy."""
-    ours, truth = (np.asarray(one, dtype=np.float64).reshape(-1, 4) for one in (boxes, gt_boxes))
-    xs, ys = (np.unique(np.concatenate([ours, truth])[:, side::2]) for side in (0, 1))  # the edges cut out cells
+    """Return the IoU of the areas that two lists of boxes cover, xyxy."""
+    boxes = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)
+    gt_boxes = np.asarray(gt_boxes, dtype=np.float64).reshape(-1, 4)
+    corners = np.concatenate([boxes, gt_boxes])
+    # the edges of all boxes cut the image into cells
+    xs = np.unique(corners[:, 0::2])
+    ys = np.unique(corners[:, 1::2])
 
-    def covered(own: np.ndarray) -> np.ndarray:
-        x1, y1, x2, y2 = own.T[..., None]
-        columns, rows = (x1 <= xs[:-1]) & (xs[:-1] < x2), (y1 <= ys[:-1]) & (ys[:-1] < y2)
+    def covered_cells(boxes: np.ndarray) -> np.ndarray:
+        x1, y1, x2, y2 = boxes.T[..., None]
+        columns = (x1 <= xs[:-1]) & (xs[:-1] < x2)
+        rows = (y1 <= ys[:-1]) & (ys[:-1] < y2)
         return (rows[:, :, None] & columns[:, None]).any(axis=0)
 
-    areas, one, other = np.outer(np.diff(ys), np.diff(xs)), covered(ours), covered(truth)
-    union = areas[one | other].sum()
-    return float(areas[one & other].sum() / union) if union else 0.0
+    areas = np.outer(np.diff(ys), np.diff(xs))
+    predicted = covered_cells(boxes)
+    true = covered_cells(gt_boxes)
+    union = areas[predicted | true].sum()
+    return float(areas[predicted & true].sum() / union) if union else 0.0
 
 
 def _iou_hit(prediction: ReferringPrediction, convention: str) -> tuple[bool, bool]:
-    """(prediction right, any candidate right)."""
+    """Return (prediction right, any candidate right)."""
     if len(prediction.targets) > 1:  # one box is not all of them
         return False, False
     gt_box = np.asarray(prediction.targets[0], dtype=np.float64)

@@ -37,9 +37,9 @@ where'd where's where've who'd who'd've who'll who's who've why'll why're why's 
 y'all y'all'd've y'all'll you'd you'd've you'll you're you've
 """
 _WITH_APOSTROPHES = {
-    word[:place] + word[place + 1 :]: word
+    word[:position] + word[position + 1 :]: word
     for word in _CONTRACTIONS.split()
-    for place, letter in enumerate(word)
+    for position, letter in enumerate(word)
     if letter == "'"
 } | {"somebody'd": "somebodyd"}  # as in the official table
 
@@ -117,19 +117,21 @@ def answer_accuracy(prediction: str, answers: Sequence[str]) -> float:
 
 
 def vqa_metrics(predictions: Sequence[VQAPrediction]) -> dict[str, float]:
-    """Mean accuracies, 0 to 1. Returns "count"; and if the truth is known, "accuracy", "accuracy/<answer type>" and
+    """Return the mean accuracies, 0 to 1.
+
+    They are "count"; and if the truth is known, "accuracy", "accuracy/<answer type>" and
     "accuracy_by_question/<question type>".
     """
     scores: dict[str, list[float]] = defaultdict(list)
-    for one in predictions:
-        accuracy = one.accuracy
+    for prediction in predictions:
+        accuracy = prediction.accuracy
         if accuracy is None:
             continue
         scores["accuracy"].append(accuracy)
-        if one.answer_type is not None:
-            scores[f"accuracy/{one.answer_type}"].append(accuracy)
-        if one.question_type is not None:
-            scores[f"accuracy_by_question/{one.question_type}"].append(accuracy)
+        if prediction.answer_type is not None:
+            scores[f"accuracy/{prediction.answer_type}"].append(accuracy)
+        if prediction.question_type is not None:
+            scores[f"accuracy_by_question/{prediction.question_type}"].append(accuracy)
     means = {name: sum(values) / len(values) for name, values in sorted(scores.items())}
     return {"count": float(len(predictions)), **means}
 
