@@ -179,9 +179,9 @@ def test_region_features_of_another_width_are_a_problem(data):
 
 
 def test_images_of_other_data_sets_and_of_the_detector_are_found(tiny_data):
-    own = {"synthetic": {"scenes": {}}}  # as if they had not been drawn: their names are then names of COCO
-    config = replaced(settings("refcoco", tiny_data), data=own)
-    other = replaced(settings("vqa", tiny_data), data=own | {"train_split": "val"})
+    data = {"synthetic": {"scenes": {}}}  # as if they had not been drawn: their names are then names of COCO
+    config = replaced(settings("refcoco", tiny_data), data=data)
+    other = replaced(settings("vqa", tiny_data), data=data | {"train_split": "val"})
     _, val = check(config, {"other.yaml": other}, {GlobalImageId("coco", "1")})
     [sentence] = val.shared
     assert sentence.startswith("6 of 6 photos of val are in the training split val of other.yaml (such as ")

@@ -16,7 +16,7 @@ from tests.cli.calls import refused
 # photo -> its boxes: category, x, y, width, height; EXIF turns the second one upright, to 80 x 100
 BOXES = {"a.jpg": [("mug", 10, 20, 30, 40), ("pen", 50, 5, 20, 10)], "b.jpg": [("mug", 8, 10, 40, 50)]}
 SIZES = {"a.jpg": (100, 80), "b.jpg": (80, 100)}
-ROWS = [(name, number, *box) for name, own in BOXES.items() for number, box in enumerate(own)]
+ROWS = [(name, number, *box) for name, boxes in BOXES.items() for number, box in enumerate(boxes)]
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def converted(export: Path, photos: Path, *words: object) -> tuple[CocoInstances
     assert tool.main([*map(str, (export, "--output", photos.parent, *words))]) == 0
     instances = CocoInstances(photos.parent / "instances.json")
     expressions = read_expressions(photos.parent / "refs.json", instances)
-    return instances, {(one.ann_ids[0], one.words): one.split for one in expressions}
+    return instances, {(row.ann_ids[0], row.words): row.split for row in expressions}
 
 
 def test_every_export_gives_the_same_boxes(export, photos):
@@ -164,9 +164,9 @@ def test_every_export_gives_the_same_boxes(export, photos):
     images = sorted(instances.images, key=lambda image: Path(image.file_name).name)
     assert [image.file_name for image in images] == ["set/a.jpg", "b.jpg"]
     assert [(image.id, image.width, image.height) for image in images] == [("set/a", 100, 80), ("b", 80, 100)]
-    for image, own in zip(images, BOXES.values(), strict=True):
-        found = [(instances.class_names[one.class_index], *one.box) for one in image.objects]
-        assert found == [(label, x, y, x + w, y + h) for label, x, y, w, h in own]
+    for image, expected in zip(images, BOXES.values(), strict=True):
+        boxes = [(instances.class_names[annotated.class_index], *annotated.box) for annotated in image.objects]
+        assert boxes == [(label, x, y, x + w, y + h) for label, x, y, w, h in expected]
     assert len(expressions) == (1 if "b.json" in {path.name for path in export.glob("*")} else 3)
     assert {*expressions.values()} == {"test" if export.stem == "split" else "train"}
 
@@ -181,9 +181,9 @@ a.jpg,,51,6,19,9,"the pen, lying",
 def test_expressions_name_a_box_by_its_id_or_its_place(tmp_path, photos, capsys):
     export, texts = write_export(tmp_path, "Label Studio"), tmp_path / "texts.csv"
     texts.write_text(TEXTS, encoding="utf-8-sig")  # as Excel writes it
-    found = converted(export, photos, "--expressions", texts, "--val", "0.5")[1]
-    split = found[2, "the thin pen"]
-    assert found == {(3, "mug alone"): "test", (2, "the thin pen"): split, (2, "the pen, lying"): split}
+    split_of = converted(export, photos, "--expressions", texts, "--val", "0.5")[1]
+    split = split_of[2, "the thin pen"]
+    assert split_of == {(3, "mug alone"): "test", (2, "the thin pen"): split, (2, "the pen, lying"): split}
     printed = capsys.readouterr().out
     assert "2 photos, 3 boxes of 2 categories, 3 expressions about 2 boxes" in printed
     assert "e2e-vl train --config configs/own_data/refcoco.yaml" in printed and "NUM_CLASSES=2" in printed

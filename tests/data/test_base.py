@@ -43,11 +43,11 @@ SIZES = {7: (60, 100), 3: (80, 40)}  # (height, width)
 def test_names_of_files_have_placeholders_and_start_from_the_root(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     files = {"captions": "cc/{split}.json", "images": "/elsewhere/{images}", "corpus": "a.doc+{split}.doc"}
-    found = DataFiles(DataConfig(name="captions", root="~/data", files=files), KNOWN)
-    assert found.path("captions", split="val") == tmp_path / "data" / "cc" / "val.json"
-    assert found.path("images", split="val", images="val2014") == Path("/elsewhere/val2014")
-    assert found.name("corpus", split="val") == "a.doc+val.doc"
-    assert "corpus" in found and "instances" not in found
+    data_files = DataFiles(DataConfig(name="captions", root="~/data", files=files), KNOWN)
+    assert data_files.path("captions", split="val") == tmp_path / "data" / "cc" / "val.json"
+    assert data_files.path("images", split="val", images="val2014") == Path("/elsewhere/val2014")
+    assert data_files.name("corpus", split="val") == "a.doc+val.doc"
+    assert "corpus" in data_files and "instances" not in data_files
 
 
 def test_classes_are_compared_by_name_where_the_names_are_known():
@@ -77,8 +77,8 @@ def test_texts_images_and_truths_agree(dataset):
             assert whole.pool is copy and list(whole.own_texts) == list(group)
             assert [copy[text.index] for text in whole.texts] == [text.words for text in whole.texts]
         for text in whole.texts:
-            [own] = alone[text.index].texts
-            assert (own.words, own.metadata, own.image_index) == (text.words, text.metadata, (0,))
+            [alone_text] = alone[text.index].texts
+            assert (alone_text.words, alone_text.metadata, alone_text.image_index) == (text.words, text.metadata, (0,))
             assert alone[text.index].images[0].id == whole.images[0].id
             assert text.metadata == json.loads(json.dumps(text.metadata))
 
@@ -111,8 +111,8 @@ class Album(VLDataset):
 
     def sample(self, texts: Sequence[int]) -> Sample:
         group = next(number for number, group in enumerate(self.groups) if texts[0] in group)
-        own = (SampleText(text, f"red square {text}", {}, None, (0, 1)) for text in texts)
-        return Sample((self._image(group), self._image((group + 1) % 3)), tuple(own))
+        sample_texts = (SampleText(text, f"red square {text}", {}, None, (0, 1)) for text in texts)
+        return Sample((self._image(group), self._image((group + 1) % 3)), tuple(sample_texts))
 
     def _image(self, number: int) -> SampleImage:
         objects = AnnotatedObjects(np.array([[0.0, 0, 10 + number, 10]]), f"album {number}", np.array([number]))
@@ -125,10 +125,10 @@ def test_a_text_may_be_about_two_images(tmp_path, tiny):
     data = examples(Album(tmp_path), tiny.tokenizer, resize=(SAME, DOUBLE), flip_probability=0.5)
     for epoch in range(6):
         example = data[Request(1, (1, 2), epoch)]
-        one, other = example.images
-        assert one.image_transform.flipped == other.image_transform.flipped, "both images of a pair are augmented alike"
-        assert one.pixels.shape[0] == other.pixels.shape[0]
-        assert (one.box_classes.tolist(), other.box_classes.tolist()) == ([1], [2])
+        first, second = example.images
+        assert first.image_transform.flipped == second.image_transform.flipped, "a pair is augmented alike"
+        assert first.pixels.shape[0] == second.pixels.shape[0]
+        assert (first.box_classes.tolist(), second.box_classes.tolist()) == ([1], [2])
     batch = collate([data[Request(0, (0,))], data[Request(1, (1, 2))]])
     assert batch.image_index.tolist() == [[0, 1], [2, 3], [2, 3]]
     assert [name.rpartition("/")[2] for name in batch.images.names] == ["0.png", "1.png", "1.png", "2.png"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import json
 import pickle
 import tarfile
@@ -70,8 +71,8 @@ def settings(root, files=COCO, source="coco", **config) -> DataConfig:
 
 
 def read(root, files=COCO, source="coco", split="train", boxes="online", *, training=True, objects=False, **config):
-    given = settings(root, files, source, **config)
-    return open_dataset(CaptionDataset, given, split, boxes, objects=objects, training=training)
+    data_settings = settings(root, files, source, **config)
+    return open_dataset(CaptionDataset, data_settings, split, boxes, objects=objects, training=training)
 
 
 def make(
@@ -117,7 +118,7 @@ def test_every_source_gives_whole_batches(root, tokenizer, files, source, boxes)
         assert (labels.classes is not None) == (boxes == "gt")
         assert (labels.class_probs is not None) == (source == "json_lines")
         for rows in filter(None, (labels.classes, labels.class_probs)):
-            assert [len(one) for one in rows] == [len(one) for one in batch.boxes]
+            assert [len(boxes) for boxes in rows] == [len(boxes) for boxes in batch.boxes]
         assert (batch.images.precomputed is not None) == (boxes == "precomputed")
 
 
@@ -180,8 +181,10 @@ def test_joined_splits_are_read_one_after_the_other(root):
     assert list(joined.image_ids()) == [name for part in parts for name in part.image_ids()]
     assert [joined[text] for text in range(len(joined))] == [part[text] for part in parts for text in range(len(part))]
     text = len(parts[0]) + 1
-    sample, own = joined.sample((text,)), parts[1].sample((1,))
-    assert (sample.images[0].id, sample.images[0].locate()) == (own.images[0].id, own.images[0].locate())
+    sample = joined.sample((text,))
+    expected = parts[1].sample((1,))
+    assert sample.images[0].id == expected.images[0].id
+    assert sample.images[0].locate() == expected.images[0].locate()
     assert text in sample.own_texts and joined.sample((0,)).own_texts == parts[0].sample((0,)).own_texts
 
 
@@ -217,8 +220,9 @@ def test_objects_of_vcrs_metadata_files(root):
     annotated = read(root, boxes="gt", training=False)
     assert dataset.class_names == CLASS_NAMES
     for texts in dataset.groups:
-        found, whole = (one.sample(texts).images[0].objects for one in (dataset, annotated))
-        np.testing.assert_allclose(found.boxes, whole.boxes[1:])  # the first one has the score 0.1
+        objects = dataset.sample(texts).images[0].objects
+        all_objects = annotated.sample(texts).images[0].objects
+        np.testing.assert_allclose(objects.boxes, all_objects.boxes[1:])  # the first one has the score 0.1
     file = folder / dataset.sample((0,)).images[0].file.with_suffix(".json").name
     content = json.loads(file.read_text())
     file.write_text(json.dumps(content | {"width": content["width"] + 1}))
@@ -317,9 +321,9 @@ def test_records_of_all_shards_in_order(folder, tmp_path, caplog):
     source = ShardCaptions(folder, tmp_path / "cache")
     examples = "; ".join(f"00000000{number} of 00000.tar" for number in (3, 4, 5, 6))
     assert f"skipped 4 records without an image or a caption: {examples}" in caplog.text
-    for one in (source, pickle.loads(pickle.dumps(source))):
-        assert [one.caption(i) for i in range(3)] == ["A red box.", "eine Hütte", "last"]
-        assert [one.name(i) for i in range(3)] == ["000000000", "000000002", "000010000"]
+    for opened in (source, pickle.loads(pickle.dumps(source))):
+        assert [opened.caption(i) for i in range(3)] == ["A red box.", "eine Hütte", "last"]
+        assert [opened.name(i) for i in range(3)] == ["000000000", "000000002", "000010000"]
     assert list(source.groups) == [[0], [1], [2]]
     image = source.image(1)
     assert image.content == jpeg(20, (30, 30))
@@ -354,13 +358,13 @@ def test_two_processes_with_two_workers_read_every_record_of_all_shards_once(tmp
     """Shards are not dealt to processes or workers, so their number and sizes do not matter."""
     records = [record(f"{number:09d}", f"caption {number}") for number in range(21)]
     for shard, (first, last) in enumerate(((0, 11), (11, 12), (12, 21))):
-        write(tmp_path / "train" / f"{shard:05d}.tar", [part for one in records[first:last] for part in one])
+        write(tmp_path / "train" / f"{shard:05d}.tar", list(itertools.chain.from_iterable(records[first:last])))
     dataset = read(tmp_path, {"shards": "{split}"}, "shards")
-    found = read_by_processes(dataset, 4, shuffle=shuffle, seed=3)
-    counts = Counter(words for *_, words in found)
+    rows = read_by_processes(dataset, 4, shuffle=shuffle, seed=3)
+    counts = Counter(words for *_, words in rows)
     assert set(counts) == {f"caption {number}" for number in range(21)}
-    assert len(found) == 21 + filling and max(counts.values()) <= 2
-    assert {one[:2] for one in found} == {(0, 0), (0, 1), (1, 0), (1, 1)}, "all workers of both read"
+    assert len(rows) == 21 + filling and max(counts.values()) <= 2
+    assert {row[:2] for row in rows} == {(0, 0), (0, 1), (1, 0), (1, 1)}, "all workers of both read"
 
 
 def test_shards_that_cannot_be_used(tmp_path):
@@ -370,7 +374,7 @@ def test_shards_that_cannot_be_used(tmp_path):
     whole = write(path, [*record("a", "caption", b"i" * 600), *record("b", "other")]).read_bytes()
     header = whole.index(b"b.json")
     damaged = whole[:header] + b"?" * 512 + whole[header + 512 :]
-    for content in (b"", b"not a tar file" * 100, *(whole[:kept] for kept in (700, 1024, 1300, 3072)), damaged):
+    for content in (b"", b"not a tar file" * 100, *(whole[:size] for size in (700, 1024, 1300, 3072)), damaged):
         path.write_bytes(content)
         with refused("00000.tar"):
             ShardCaptions(path.parent, tmp_path)
@@ -425,8 +429,8 @@ class Official:
         write_json_lines(self.root / "train_frcnn.json", self.lines)
         members = {line["image"]: f"jpeg {number}" for number, line in enumerate(self.lines)}
         members |= {f"train_frcnn.{int(name[:8]) % 2}.zip@/{name}": content for name, content in self.files.items()}
-        for place, content in members.items():
-            archive, name = place.split("@/")
+        for location, content in members.items():
+            archive, name = location.split("@/")
             with zipfile.ZipFile(self.root / archive, "a") as file:
                 file.writestr(name, content)
         return self.read()
@@ -447,15 +451,15 @@ def test_images_and_boxes_in_archives(official):
     assert isinstance(image, ImageBytes) and image.content == b"jpeg 2"
     assert image.name.endswith("train_image.zip: 00000002.jpg")
     assert source.boxes(0) is None, "not asked for"
-    found = official.read(with_boxes=True).boxes(3)
-    assert found.image_size == (15, 23) and found.features is None
-    found = official.read(with_features=True).boxes(0)
+    boxes = official.read(with_boxes=True).boxes(3)
+    assert boxes.image_size == (15, 23) and boxes.features is None
+    boxes = official.read(with_features=True).boxes(0)
     order = [1, 2, 0]  # by the best class: 0.8, 0.7, 0.6
-    np.testing.assert_array_equal(found.boxes, BOXES[order])
-    np.testing.assert_array_equal(found.class_probs, CLASSES[order])
-    assert found.class_probs.dtype == np.float32
-    np.testing.assert_array_equal(found.features, FEATURES[order])
-    np.testing.assert_allclose(found.image_feature, FEATURES.mean(axis=0))
+    np.testing.assert_array_equal(boxes.boxes, BOXES[order])
+    np.testing.assert_array_equal(boxes.class_probs, CLASSES[order])
+    assert boxes.class_probs.dtype == np.float32
+    np.testing.assert_array_equal(boxes.features, FEATURES[order])
+    np.testing.assert_allclose(boxes.image_feature, FEATURES.mean(axis=0))
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,11 @@ def test_every_image_and_annotation_is_what_the_file_says(tiny):
     assert instances.attribute_names == ["blue", "red", "green"]
     assert [image.id for image in instances.images] == [7, 3, 9, 11]
     for row in rows:
-        [found] = [one for one in instances[row["image_id"]].objects if one.id == row["id"]]
+        [annotated] = [annotated for annotated in instances[row["image_id"]].objects if annotated.id == row["id"]]
         x, y, width, height = row["bbox"]
-        assert found.box == (x, y, x + width, y + height)
-        assert instances.category_ids[found.class_index] == row["category_id"]
-        assert (found.is_crowd, found.area) == (bool(row["iscrowd"]), row.get("area"))
+        assert annotated.box == (x, y, x + width, y + height)
+        assert instances.category_ids[annotated.class_index] == row["category_id"]
+        assert (annotated.is_crowd, annotated.area) == (bool(row["iscrowd"]), row.get("area"))
     again = pickle.loads(pickle.dumps(instances))
     assert again["7"] == instances[7] and 8 not in again
     objects = instances.objects(7)

@@ -84,29 +84,31 @@ def test_all_texts_about_an_image_are_its_own(settings):
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "kept"),
+    ("name", "change", "selected"),
     [
         ("said", {"only_images": "some.txt"}, {"7", "9"}),
         ("said", {"without_images": "some.txt"}, {"3"}),
         ("asked", {"without_images": "some.txt"}, {"3"}),
     ],
 )
-def test_images_may_be_left_out(settings, name, change, kept):
+def test_images_may_be_left_out(settings, name, change, selected):
     some = Path(settings.root) / "some.txt"
     some.write_text("7\n9\n")
     apart = {"said": {"images": "said"}, "asked": {"images": "asked"}}
     apart[name] |= change
-    for own, changes in apart.items():
-        settings = changed(settings, own, **changes)
+    for part_name, changes in apart.items():
+        settings = changed(settings, part_name, **changes)
     dataset = opened(settings)
     assert sorted(text for group in dataset.groups for text in group) == list(range(len(dataset)))
     samples = [dataset.sample(group) for group in dataset.groups]
-    assert {one.images[0].id.removeprefix(f"{name}/") for one in samples if one.images[0].id.startswith(name)} == kept
+    ids = [sample.images[0].id for sample in samples]
+    assert {image_id.removeprefix(f"{name}/") for image_id in ids if image_id.startswith(name)} == selected
     for group, sample in zip(dataset.groups, samples, strict=True):
         assert [text.words for text in sample.texts] == [dataset[text] for text in group]
         if sample.images[0].id.startswith("said"):
             assert {text.words.split()[1] for text in sample.texts} == {sample.images[0].id.removeprefix("said/")}
-    assert list(dataset.truths()) == [text.truth for one in samples for text in one.texts if text.truth is not None]
+    truths = [text.truth for sample in samples for text in sample.texts]
+    assert list(dataset.truths()) == [truth for truth in truths if truth is not None]
     some.write_text("photo_7")
     with refused(f"datasets.{name}", "no image is left", "such as 7"):
         opened(changed(settings, name, only_images="some.txt", without_images=None))
@@ -125,8 +127,8 @@ def test_each_part_reads_boxes_of_its_own(settings, tiny):
         settings = changed(settings, name, files=files | {"features": name}, images=None)
     dataset = opened(settings, "precomputed")
     made = examples(dataset, tiny.tokenizer, "precomputed")
-    found = [made[Request(number, tuple(group))].images[0].features for number, group in enumerate(dataset.groups)]
-    assert [values.tolist() for values in found] == [[[1.0] * 3]] * 3 + [[[2.0] * 3]] * 2
+    features = [made[Request(number, tuple(group))].images[0].features for number, group in enumerate(dataset.groups)]
+    assert [values.tolist() for values in features] == [[[1.0] * 3]] * 3 + [[[2.0] * 3]] * 2
     (Path(settings.root) / "said" / "9.npz").unlink()
     with pytest.raises(ValueError, match=r"for image 9 of the split train of said"):
         opened(settings, "precomputed")

@@ -63,16 +63,16 @@ def write(layout: str, folder: Path, records: list[RegionFeatures]) -> Path:
     return path
 
 
-def assert_equal(found: RegionFeatures, expected: RegionFeatures, kept: set[str]) -> None:
-    assert (found.image_id, found.image_size) == (expected.image_id, expected.image_size)
-    assert np.array_equal(found.boxes, expected.boxes)
-    assert found.features.size == expected.features.size == 0 or np.array_equal(found.features, expected.features)
+def assert_equal(record: RegionFeatures, expected: RegionFeatures, columns: set[str]) -> None:
+    assert (record.image_id, record.image_size) == (expected.image_id, expected.image_size)
+    assert np.array_equal(record.boxes, expected.boxes)
+    assert record.features.size == expected.features.size == 0 or np.array_equal(record.features, expected.features)
     for name in {*OPTIONAL_COLUMNS, "image_feature"}:
-        if name in kept:
-            assert np.array_equal(getattr(found, name), getattr(expected, name)), name
-            assert getattr(found, name).dtype == getattr(expected, name).dtype
+        if name in columns:
+            assert np.array_equal(getattr(record, name), getattr(expected, name)), name
+            assert getattr(record, name).dtype == getattr(expected, name).dtype
         else:
-            assert getattr(found, name) is None
+            assert getattr(record, name) is None
 
 
 @pytest.mark.parametrize("layout", FILES)
@@ -80,9 +80,9 @@ def test_what_is_written_is_read_again(layout: str, tmp_path: Path, records):
     store = open_features(write(layout, tmp_path, records))
     assert store.stamp == STAMP
     assert sorted(store.ids) == sorted(record.image_id for record in records)
-    for one in (store, pickle.loads(pickle.dumps(store)), open_features(store.path)):
+    for opened in (store, pickle.loads(pickle.dumps(store)), open_features(store.path)):
         for record in records[::-1]:
-            assert_equal(one[record.image_id], record, KEPT.get(layout, {*OPTIONAL_COLUMNS, "image_feature"}))
+            assert_equal(opened[record.image_id], record, KEPT.get(layout, {*OPTIONAL_COLUMNS, "image_feature"}))
     with refused(FILES[layout], "image 43"):
         store["43"]
     if layout != "npz":

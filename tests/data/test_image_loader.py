@@ -134,8 +134,8 @@ def test_some_of_the_objects_are_candidates(photo):
 @pytest.mark.parametrize("source", ["gt", "detections+gt"])
 def test_boxes_that_come_with_a_sample_go_before_every_other_source(tiny, photo, source):
     probabilities = np.array([[0.25, 0.75]], dtype=np.float32)
-    own = CandidateBoxes(np.array([[1.0, 2, 30, 40]]), "--boxes", class_probs=probabilities)
-    image = load(dataclasses.replace(photo, boxes=own), source, detections(tiny), resize=DOUBLE)
+    boxes = CandidateBoxes(np.array([[1.0, 2, 30, 40]]), "--boxes", class_probs=probabilities)
+    image = load(dataclasses.replace(photo, boxes=boxes), source, detections(tiny), resize=DOUBLE)
     np.testing.assert_array_equal(image.boxes, [[2, 4, 60, 80]])
     np.testing.assert_array_equal(image.class_probs, probabilities)
 
@@ -196,8 +196,10 @@ def test_an_object_that_vanishes_is_named(photo):
 
 
 def with_outlines(photo: SampleImage, *outlines: list) -> SampleImage:
-    objects = dataclasses.replace(photo.objects, outlines=[[np.array(one, float) for one in row] for row in outlines])
-    return dataclasses.replace(photo, objects=objects)
+    arrays = []
+    for outlines_of_object in outlines:
+        arrays.append([np.array(outline, dtype=float) for outline in outlines_of_object])
+    return dataclasses.replace(photo, objects=dataclasses.replace(photo.objects, outlines=arrays))
 
 
 LEFT_HALF = [[10, 20], [19, 20], [19, 40], [10, 40]]
@@ -288,15 +290,16 @@ def test_precomputed_features_need_no_pixels(photo, features):
 
 
 def test_the_mean_of_the_regions_may_stand_for_the_whole_image(photo, features):
-    def image_feature(**given) -> list[float]:
-        image, reader = dataclasses.replace(photo, **given), None if given else features
+    def image_feature(**changes) -> list[float]:
+        image = dataclasses.replace(photo, **changes)
+        reader = None if changes else features
         return load(image, "precomputed", reader, mean_image_feature=True).image_feature.tolist()
 
     assert image_feature() == [2, 3, 4, 5]
     empty = CandidateBoxes(np.zeros((0, 4)), "f", image_size=(60, 100), features=np.zeros((0, 4), dtype=np.float32))
     assert image_feature(boxes=empty) == [0, 0, 0, 0]
-    own = dataclasses.replace(empty, image_feature=np.ones(4, dtype=np.float32))
-    assert image_feature(boxes=own) == [1, 1, 1, 1]
+    stated = dataclasses.replace(empty, image_feature=np.ones(4, dtype=np.float32))
+    assert image_feature(boxes=stated) == [1, 1, 1, 1]
 
 
 def test_mirrored_precomputed_features(photo, features):
@@ -408,9 +411,9 @@ def test_detections_without_an_area_are_skipped_and_counted(tmp_path, caplog):
 
 
 def test_detections_come_by_falling_score_as_the_rule_keeps_them(tiny, tmp_path):
-    found = DetectedBoxes([tiny.detections_file], SelectionRule(min_score=0.0)).read("7")
-    assert found.origin == f"{tiny.detections_file}: image 7"
-    assert found.features is found.class_probs is found.image_size is None
+    boxes = DetectedBoxes([tiny.detections_file], SelectionRule(min_score=0.0)).read("7")
+    assert boxes.origin == f"{tiny.detections_file}: image 7"
+    assert boxes.features is boxes.class_probs is boxes.image_size is None
     rows = [detection(0, 12, [0, 0, 5, 5], 0.9), detection(1, 7, [0, 0, 6, 6], 0.9)]
     files = [tiny.detections_file, write_json(tmp_path / "more.json", rows)]
     reader = open_boxes(files, BETTER, with_features=False)
@@ -435,9 +438,9 @@ def test_images_without_boxes_are_named_and_counted(tiny, store):
 
 
 def test_features_that_were_detected_come_by_falling_score(store):
-    found = open_boxes([store("7")], BETTER, with_features=False).read("7")
-    np.testing.assert_array_equal(found.boxes, BOXES[[1, 2]])
-    assert found.features is None and found.image_size == (60, 100)
+    boxes = open_boxes([store("7")], BETTER, with_features=False).read("7")
+    np.testing.assert_array_equal(boxes.boxes, BOXES[[1, 2]])
+    assert boxes.features is None and boxes.image_size == (60, 100)
     whole = open_boxes([store("7")], BETTER, with_features=True).read("7")
     np.testing.assert_array_equal(whole.boxes, BOXES[[1, 2, 0]])
     np.testing.assert_array_equal(whole.features, np.eye(3)[[1, 2, 0]])

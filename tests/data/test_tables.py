@@ -42,12 +42,12 @@ NOTES = [Note(2**63 - 1, "Ist das größer? 猫", ("yes", "yes", "")), Note(-(2*
 
 def test_items_come_back_as_their_type():
     notes = SerializedList(iter(NOTES), Note)
-    for one in (notes, pickle.loads(pickle.dumps(notes))):
-        assert len(one) == 3
-        assert list(one) == NOTES == [one[row] for row in range(3)]
-        assert one[-1] == NOTES[-1] and one[1:] == NOTES[1:]
+    for shared in (notes, pickle.loads(pickle.dumps(notes))):
+        assert len(shared) == 3
+        assert list(shared) == NOTES == [shared[row] for row in range(3)]
+        assert shared[-1] == NOTES[-1] and shared[1:] == NOTES[1:]
         with pytest.raises(IndexError):
-            one[3]
+            shared[3]
     assert not SerializedList([], Note)
     assert list(SerializedList(["a", "ü"], str)) == ["a", "ü"]
 
@@ -89,8 +89,8 @@ def test_a_forked_worker_does_not_copy_the_items():
 
 def test_ids_lead_to_their_rows():
     rows = RowIndex([7, "b", 100, "größe"])
-    assert [rows.row(one) for one in (7, "7", "b", 100, "größe")] == [0, 0, 1, 2, 3]
-    assert [rows.row(one) for one in (10, "", "bb", 1000)] == [None] * 4
+    assert [rows.row(id) for id in (7, "7", "b", 100, "größe")] == [0, 0, 1, 2, 3]
+    assert [rows.row(id) for id in (10, "", "bb", 1000)] == [None] * 4
     assert RowIndex([]).row(0) is None
 
 
@@ -124,9 +124,9 @@ def test_lines_of_a_text_file(tmp_path, end):
     lines = ["The first line.", "  zweite Zeile: naïve ", "x", "ab " * 50_000]
     path = tmp_path / "a.txt"
     path.write_bytes(("\ufeff" + end.join([*lines[:2], " \t ", "", *lines[2:]]) + f"{end} {end}").encode())
-    found = TextLines(path, tmp_path / "cache")
-    assert list(found) == [line.strip() for line in lines]
-    assert found[-1] == lines[-1].strip()
+    text_lines = TextLines(path, tmp_path / "cache")
+    assert list(text_lines) == [line.strip() for line in lines]
+    assert text_lines[-1] == lines[-1].strip()
 
 
 def test_text_files_that_cannot_be_used(tmp_path):

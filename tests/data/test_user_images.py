@@ -194,7 +194,7 @@ def test_lists_of_any_type():
         ["a", "b"],
         ("a", "b"),
         iter("ab"),
-        (one for one in "ab"),
+        (letter for letter in "ab"),
         collections.deque("ab"),
         np.array(["a", "b"]),
     ):

@@ -28,8 +28,8 @@ def test_images_of_a_folder(tmp_path):
     (tmp_path / "sub").mkdir()
     for name in ("b.JPG", "sub/a.png", "x.1.jpeg", "notes.txt", "._b.jpg", "sub/._a.png"):
         (tmp_path / name).touch()
-    found = [(image.id, image.path.name) for image in list_images(tmp_path)]
-    assert found == [("b", "b.JPG"), ("sub/a", "a.png"), ("x.1", "x.1.jpeg")]
+    listed = [(image.id, image.path.name) for image in list_images(tmp_path)]
+    assert listed == [("b", "b.JPG"), ("sub/a", "a.png"), ("x.1", "x.1.jpeg")]
     (tmp_path / "sub" / "a.jpg").touch()
     with refused("a.png", "sub/a"):
         list_images(tmp_path)
@@ -37,15 +37,15 @@ def test_images_of_a_folder(tmp_path):
 
 def test_images_of_lists(tmp_path):
     (tmp_path / "list.txt").write_bytes(f"\ufeffone/b.jpg\r\n\n{tmp_path}/c.png\n../d.png\n".encode())
-    found = list_images(tmp_path / "list.txt")
-    assert [image.id for image in found] == ["one/b", "c", "d"]
-    assert [image.path for image in found] == [tmp_path / "one/b.jpg", tmp_path / "c.png", tmp_path / "../d.png"]
+    images = list_images(tmp_path / "list.txt")
+    assert [image.id for image in images] == ["one/b", "c", "d"]
+    assert [image.path for image in images] == [tmp_path / "one/b.jpg", tmp_path / "c.png", tmp_path / "../d.png"]
     assert list_images(tmp_path / "list.txt", "/photos")[0].path == Path("/photos/one/b.jpg")
     path = tmp_path / "images.json"
     sized = {"id": 7, "file_name": "a/x.jpg", "width": 40.0, "height": 30}
     path.write_text(json.dumps({"images": [sized, {"id": 3, "file_name": "y.jpg", "width": 0, "height": 0}]}))
-    found = list_images(path.rename(tmp_path / "images.JSON"), tmp_path / "r")
-    assert found == [ListedImage("7", tmp_path / "r/a/x.jpg", (30, 40)), ListedImage("3", tmp_path / "r/y.jpg")]
+    images = list_images(path.rename(tmp_path / "images.JSON"), tmp_path / "r")
+    assert images == [ListedImage("7", tmp_path / "r/a/x.jpg", (30, 40)), ListedImage("3", tmp_path / "r/y.jpg")]
 
 
 def test_lists_that_cannot_be_used(tmp_path):
@@ -69,10 +69,10 @@ def test_given_boxes_of_detections(tmp_path):
         {"image_id": 2, "bbox": [5, 5, 1, 1]},
     ]
     (tmp_path / "d.json").write_text(json.dumps(rows))
-    found = read_given_boxes(tmp_path / "d.json")
-    assert set(found) == {"1", "2"}
-    assert np.array_equal(found["2"].boxes, [[1, 2, 4, 6], [5, 5, 6, 6]])
-    assert found["2"].ids.tolist() == [0, 2] and found["1"].ids.tolist() == [70]
+    given_boxes = read_given_boxes(tmp_path / "d.json")
+    assert set(given_boxes) == {"1", "2"}
+    assert np.array_equal(given_boxes["2"].boxes, [[1, 2, 4, 6], [5, 5, 6, 6]])
+    assert given_boxes["2"].ids.tolist() == [0, 2] and given_boxes["1"].ids.tolist() == [70]
     for row, part in (({}, "detection 0"), ({"bbox": [0.1, 0.2, 0.5, 0.6]}, "normalised")):
         (tmp_path / "d.json").write_text(json.dumps([{"image_id": 1, **row}]))
         with refused("d.json", part):
@@ -81,10 +81,10 @@ def test_given_boxes_of_detections(tmp_path):
 
 def test_detections_that_are_corners_are_warned_of(tmp_path, caplog):
     (tmp_path / "d.json").write_text(json.dumps([{"image_id": 1, "bbox": [90, 70, 96, 78]}]))
-    given = read_given_boxes(tmp_path / "d.json")
-    warn_of_given_boxes_outside(given, [ListedImage("1", Path("a.jpg"), (180, 190))], "d.json")
+    given_boxes = read_given_boxes(tmp_path / "d.json")
+    warn_of_given_boxes_outside(given_boxes, [ListedImage("1", Path("a.jpg"), (180, 190))], "d.json")
     assert not caplog.records
-    warn_of_given_boxes_outside(given, [ListedImage("1", Path("a.jpg"), (80, 100))], "d.json")
+    warn_of_given_boxes_outside(given_boxes, [ListedImage("1", Path("a.jpg"), (80, 100))], "d.json")
     assert "d.json: 1 of 1 boxes reach outside" in caplog.text and "look like corners" in caplog.text
 
 
@@ -103,15 +103,15 @@ def test_boxes_with_words_as_ids_are_numbered(tiny, tmp_path, caplog):
 
 def test_given_boxes_of_instances(tiny):
     tiny.instances["images"].append({"id": 11, "file_name": "x.png", "width": 9, "height": 9})
-    found = read_given_boxes(tiny.write().instances_file)
-    assert found["7"].ids.tolist() == [100, 101, 102] and found["11"].boxes.shape == (0, 4)
-    assert found["3"].boxes.tolist() == [[5.5, 10, 25.75, 70]]
+    given_boxes = read_given_boxes(tiny.write().instances_file)
+    assert given_boxes["7"].ids.tolist() == [100, 101, 102] and given_boxes["11"].boxes.shape == (0, 4)
+    assert given_boxes["3"].boxes.tolist() == [[5.5, 10, 25.75, 70]]
 
 
 def test_boxes_in_words():
-    given = read_boxes(["1,2,3,4", "0.5,0,9,8.25"])
-    np.testing.assert_array_equal(given.boxes, [[1, 2, 3, 4], [0.5, 0, 9, 8.25]])
-    assert given.names is None and given.outlines is None
+    boxes = read_boxes(["1,2,3,4", "0.5,0,9,8.25"])
+    np.testing.assert_array_equal(boxes.boxes, [[1, 2, 3, 4], [0.5, 0, 9, 8.25]])
+    assert boxes.names is None and boxes.outlines is None
     assert read_boxes(["person:1,2,3,4", "hot:dog:1,2,3,4"]).names == ("person", "hot:dog")
 
 
@@ -119,10 +119,10 @@ def test_boxes_of_a_file(tmp_path):
     outline = [[[1, 2], [3, 2], [3, 4]]]
     content = {"boxes": [[1, 2, 3, 4, 0.75]], "names": ["cat"], "segms": [outline], "width": 9, "height": 9}
     (tmp_path / "one.json").write_text(json.dumps(content))
-    given = read_boxes([str(tmp_path / "one.json")])
-    np.testing.assert_array_equal(given.boxes, [[1, 2, 3, 4]])
-    assert given.names == ("cat",) and given.origin.endswith("one.json")
-    np.testing.assert_array_equal(given.outlines[0], outline)
+    boxes = read_boxes([str(tmp_path / "one.json")])
+    np.testing.assert_array_equal(boxes.boxes, [[1, 2, 3, 4]])
+    assert boxes.names == ("cat",) and boxes.origin.endswith("one.json")
+    np.testing.assert_array_equal(boxes.outlines[0], outline)
     for saved in ([1, 2, 3, 4], {"regions": [{"box": [1, 2, 3, 4], "name": "cat"}]}, {"regions": [[1, 2, 3, 4]]}):
         (tmp_path / "one.json").write_text(json.dumps(saved))
         np.testing.assert_array_equal(read_boxes([str(tmp_path / "one.json")]).boxes, [[1, 2, 3, 4]])
