@@ -388,10 +388,11 @@ class TrainedModel(
     def _answers(self, questions: Sequence[Question], output: ModelOutput, top_k: int | None = None) -> list[Answer]:
         predictions = self.network.task.predict_answers(output, top_k)
         texts_of_each = len(output.batch) // len(predictions)  # a question with four choices is four texts
-        return [
-            self._answer(question, prediction, output, number * texts_of_each + prediction.chosen_text, top_k)
-            for number, (question, prediction) in enumerate(zip(questions, predictions, strict=True))
-        ]
+        answers = []
+        for number, (question, prediction) in enumerate(zip(questions, predictions, strict=True)):
+            text = number * texts_of_each + prediction.chosen_text
+            answers.append(self._answer(question, prediction, output, text, top_k))
+        return answers
 
     def _answer(
         self, question: Question, prediction: Prediction, output: ModelOutput, text: int, top_k: int | None
@@ -434,10 +435,8 @@ class TrainedModel(
             candidates = zip(prediction.candidate_boxes, prediction.candidate_scores, strict=True)
             best_candidates = sorted(candidates, key=lambda candidate: -candidate[1])[:top_k]
             top_boxes = [candidate_box for candidate_box, _ in best_candidates]
-            top_answers = tuple(
-                task.ranked(msgspec.structs.replace(prediction, box=candidate_box, score=score))[0]
-                for candidate_box, score in best_candidates
-            )
+            best = [msgspec.structs.replace(prediction, box=corners, score=score) for corners, score in best_candidates]
+            top_answers = tuple(task.ranked(candidate)[0] for candidate in best)
         labelled_boxes = [(label, np.array(corners, np.float32)) for label, corners in task.answer_boxes(prediction)]
         return Answer(
             question=question.text,

@@ -289,9 +289,9 @@ def count_outcomes(described: Mapping[str, Sequence[DescribedPrediction]]) -> Ce
     """
     counts: dict[tuple[str, str], Counter[str]] = {}
     for source, predictions in described.items():
-        for prediction in predictions:
-            for heading in _headings_of(prediction):
-                counts.setdefault((heading, source), Counter()).update(prediction.families)
+        for entry in predictions:
+            for heading in _headings_of(entry):
+                counts.setdefault((heading, source), Counter()).update(entry.families)
 
     def order_of(column: tuple[str, str]) -> int:
         headings = ("texts", *OUTCOMES)  # others come after them, in the order of their first texts
@@ -304,17 +304,18 @@ def count_outcomes(described: Mapping[str, Sequence[DescribedPrediction]]) -> Ce
     return cells
 
 
-def _headings_of(prediction: DescribedPrediction) -> list[str]:
+def _headings_of(described: DescribedPrediction) -> list[str]:
     """Return the headings of the columns that count a prediction."""
     headings = ["texts"]
-    is_wrong = prediction.outcome == "wrong"
-    if prediction.outcome != "correct":
-        headings.append(prediction.outcome)
+    is_wrong = described.outcome == "wrong"
+    if described.outcome != "correct":
+        headings.append(described.outcome)
     # the first phrase usually refers to the answer itself, and others to the landmark of a relation
-    others = [phrase.correct for phrase in prediction.prediction.grounded[1:] if phrase.correct is not None]
-    if is_wrong and others and all(others):
+    other_phrases = described.prediction.grounded[1:]
+    judgements = [phrase.correct for phrase in other_phrases if phrase.correct is not None]
+    if is_wrong and judgements and all(judgements):
         headings.append("wrong, other phrases right")
-    if prediction.prediction.is_unsure:
+    if described.prediction.is_unsure:
         headings.append("unsure")
         if is_wrong:
             headings.append("wrong, unsure")
@@ -326,21 +327,25 @@ def count_mistakes(described: Mapping[str, Sequence[DescribedPrediction]]) -> Ce
     counts: dict[str, Counter[str]] = {}
     for source, predictions in described.items():
         mistakes: dict[tuple[str, str, str | None], None] = {}  # each pair once per image, in order
-        for prediction in predictions:
-            if prediction.outcome not in ("wrong", "partly correct"):
+        for entry in predictions:
+            if entry.outcome not in ("wrong", "partly correct"):
                 continue
-            summary = prediction.summary
+            summary = entry.summary
             pairs = summary.mistakes
             if pairs is None:  # the answer has no parts
-                pairs = [(summary.truth, summary.answer)] if prediction.outcome == "wrong" else []
+                pairs = [(summary.truth, summary.answer)] if entry.outcome == "wrong" else []
             for truth, answer in pairs:
-                mistakes[truth, answer, prediction.prediction.file_name] = None
+                mistakes[truth, answer, entry.prediction.file_name] = None
         counts[source] = Counter(f"{truth} → {answer}" for truth, answer, _ in mistakes if truth)
-    frequent = [row for row, _ in sum(counts.values(), Counter()).most_common(MAX_MISTAKES)]
-    frequent = [row for row in frequent if any(of_source[row] > 1 for of_source in counts.values())]
-    if not frequent:
-        return {}
-    return {("images", source): {row: of_source[row] for row in frequent} for source, of_source in counts.items()}
+    frequent = []
+    for row, _ in sum(counts.values(), Counter()).most_common(MAX_MISTAKES):
+        if any(numbers[row] > 1 for numbers in counts.values()):
+            frequent.append(row)
+    cells = Cells()
+    if frequent:
+        for source, numbers in counts.items():
+            cells["images", source] = {row: numbers[row] for row in frequent}
+    return cells
 
 
 class PredictionSample(NamedTuple):
@@ -361,16 +366,16 @@ def draw_samples(
     """
     samples = []
     for outcome, (boxes, predictions) in itertools.product(OUTCOMES, reversed(described.items())):
-        members = [prediction for prediction in predictions if prediction.outcome == outcome]
-        totals = Counter(prediction.summary.group for prediction in members)
+        members = [entry for entry in predictions if entry.outcome == outcome]
+        totals = Counter(entry.summary.group for entry in members)
         turns: Counter[str] = Counter()
         drawn = []  # (turn of its family, minus the size of its family, prediction)
         for row in generator.permutation(len(members)):
             group = members[row].summary.group
             drawn.append((turns[group], -totals[group], members[row]))
             turns[group] += 1
-        drawn.sort(key=lambda entry: entry[:2])
-        shown = [prediction for _, _, prediction in drawn[:number]]
+        drawn.sort(key=lambda turn_and_size: turn_and_size[:2])
+        shown = [entry for _, _, entry in drawn[:number]]
         if members:
             samples.append(PredictionSample(boxes, outcome, len(members), shown))
     return samples
@@ -411,8 +416,8 @@ def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
                 described[words] = describe(predictions, task)
         outcomes: dict[int, dict[str, str]] = {}  # index of a text -> box source -> outcome
         for boxes, predictions in described.items():
-            for prediction in predictions:
-                outcomes.setdefault(prediction.prediction.text_index, {})[boxes] = prediction.outcome
+            for entry in predictions:
+                outcomes.setdefault(entry.prediction.text_index, {})[boxes] = entry.outcome
         mistakes = []
         mistake_cells = count_mistakes(described)
         if mistake_cells:

@@ -158,8 +158,12 @@ def to_official(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
         and heads that no official model has.
     """
     head, left_out = rename_head(parts.task, HEADS.get(parts.task_name, NO_HEAD).names)
-    state = {f"{TRUNK}{replace_module(name, invert(ENCODER))}": value for name, value in parts.encoder.items()}
-    state |= {f"{HEAD}{name}": value for name, value in head.items()}
+    ours_to_theirs = invert(ENCODER)
+    state = {}
+    for name, value in parts.encoder.items():
+        state[f"{TRUNK}{replace_module(name, ours_to_theirs)}"] = value
+    for name, value in head.items():
+        state[f"{HEAD}{name}"] = value
     if any(name.startswith("cls.predictions.") for name in head):
         state[f"{HEAD}{DECODER}"] = parts.encoder[WORD_EMBEDDINGS]
     if MASK_FILTER not in parts.detector:
@@ -206,9 +210,13 @@ class TransformersVisualBert(OfficialVisualBert):
 
     @override
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
-        prefix = "" if any(name.startswith(TRANSFORMERS_PREFIX) for name in tensors) else TRANSFORMERS_PREFIX
-        tensors = {f"{prefix}{name}": value for name, value in tensors.items() if not name.endswith(POSITION_IDS)}
-        official = {replace_module(name, TRANSFORMERS_NAMES) or name: value for name, value in tensors.items()}
+        is_trunk_alone = not any(name.startswith(TRANSFORMERS_PREFIX) for name in tensors)
+        official = {}
+        for name, value in tensors.items():
+            if name.endswith(POSITION_IDS):
+                continue
+            full_name = f"{TRANSFORMERS_PREFIX}{name}" if is_trunk_alone else name
+            official[replace_module(full_name, TRANSFORMERS_NAMES) or full_name] = value
         return super().convert(official, source)
 
     @override
@@ -234,9 +242,12 @@ def to_transformers(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
     """
     official, left_out = to_official(dataclasses.replace(parts, detector={}))
     official.pop(f"{HEAD}{DECODER}", None)
-    state = {replace_module(name, invert(TRANSFORMERS_NAMES)): value for name, value in official.items()}
-    if parts.task_name not in HEADS:
-        state = {name.removeprefix(TRANSFORMERS_PREFIX): value for name, value in state.items()}
+    official_to_theirs = invert(TRANSFORMERS_NAMES)
+    is_trunk_alone = parts.task_name not in HEADS
+    state = {}
+    for name, value in official.items():
+        theirs = replace_module(name, official_to_theirs)
+        state[theirs.removeprefix(TRANSFORMERS_PREFIX) if is_trunk_alone else theirs] = value
     return state, left_out + [f"detector.{name}" for name in parts.detector]
 
 
