@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from detector.errors import UserError
-from e2e_vl import parts
+from e2e_vl import registry
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.predictions import GroundedPhrase, Prediction
 from e2e_vl.preprocessing import Preprocessor
@@ -170,8 +170,8 @@ def test_a_task_whose_texts_have_choices(tokenizer):
 )
 def test_a_wrong_setting_is_named(name, field, value):
     with pytest.raises(UserError, match=field):
-        decode({field: value}, (parts.TASKS | parts.OBJECTIVES)[name].config_class, "task.config")
+        decode({field: value}, (registry.TASKS | registry.OBJECTIVES)[name].config_class, "task.config")
 
 
 def test_messages_name_an_objective_as_settings_do():
-    assert all(part.config_class.name == name for name, part in parts.OBJECTIVES.items())
+    assert all(part.config_class.name == name for name, part in registry.OBJECTIVES.items())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from detector.errors import UserError
-from e2e_vl import parts
+from e2e_vl import registry
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.predictions import PhrasesOnly, TrueObject
 from e2e_vl.preprocessing import Preprocessor
@@ -98,7 +98,7 @@ def record_of(preprocessor: Preprocessor, text: SampleText) -> dict:
 
 
 def test_every_task_is_tested():
-    assert {type(make()) for make in TASKS.values()} == {part.cls for part in parts.TASKS.values()} | {StatementTask}
+    assert {type(make()) for make in TASKS.values()} == {part.cls for part in registry.TASKS.values()} | {StatementTask}
 
 
 @pytest.mark.parametrize("name", TASKS)
