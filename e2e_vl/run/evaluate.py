@@ -312,7 +312,7 @@ class Evaluator:
         """
         accelerator = self.accelerator
         skipped = None if unreadable is None else []
-        loader = self._make_loader(examples, max_images, skipped)
+        loader = make_loader(self.config, examples, accelerator, max_images=max_images, unreadable=skipped)
         was_training = model.training
         model.eval()
         if accelerator.num_processes > 1:  # use the batch statistics of the main process, as `save_model` does
@@ -351,23 +351,29 @@ class Evaluator:
                 prediction.correct = model.task.correctness(prediction)
         return predictions
 
-    def _make_loader(
-        self, examples: EncodedDataset, max_images: int | None, unreadable: list[Unreadable] | None
-    ) -> BatchLoader:
-        """Return the batches of this process, of the first `max_images` images (None: all), each image once.
 
-        Processes receive whole batches: features depend slightly on padding, so the composition of a batch must not
-        depend on the number of processes. `unreadable`: see `BatchLoader`.
-        """
-        sampler = GroupedBatchSampler(
-            examples.groups[:max_images],
-            images_per_batch=self.config.eval.images_per_batch,
-            shuffle=False,
-            rank=self.accelerator.process_index,
-            world_size=self.accelerator.num_processes,
-        )
-        joined = functools.partial(collate, canvas=self.config.data.canvas)
-        return BatchLoader(examples, sampler, joined, workers=self.config.data.workers, unreadable=unreadable)
+def make_loader(
+    config: RunConfig,
+    examples: EncodedDataset,
+    accelerator: Accelerator,
+    *,
+    max_images: int | None = None,
+    unreadable: list[Unreadable] | None = None,
+) -> BatchLoader:
+    """Return the batches of this process, of the first `max_images` images (None: all), each image once.
+
+    Processes receive whole batches: features depend slightly on padding, so the composition of a batch must not
+    depend on the number of processes. `unreadable`: see `BatchLoader`.
+    """
+    sampler = GroupedBatchSampler(
+        examples.groups[:max_images],
+        images_per_batch=config.eval.images_per_batch,
+        shuffle=False,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+    )
+    joined = functools.partial(collate, canvas=config.data.canvas)
+    return BatchLoader(examples, sampler, joined, workers=config.data.workers, unreadable=unreadable)
 
 
 @lasting_output()
