@@ -53,8 +53,6 @@ LEGACY_PICKLES = 5  # of torch files before version 1.6: magic number, version, 
 SHOWN_KEYS = 3  # number of keys of each kind in an error message
 TOLERANCE = 1e-3  # in pixels or grey levels, between the buffers of old checkpoints and the config
 
-# Prefixes of the backbone's keys: below an FPN, in torchvision's MobileNet, and in other detectors.
-TRUNKS = (("backbone.bottom_up.",), ("backbone.body.",), ("backbone.", "roi_heads.res5."))
 # Settings that the weights depend on but that do not change any shape.
 CONVENTIONS = ("INPUT.FORMAT", "MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD", "MODEL.RESNETS.STRIDE_IN_1X1")
 ATTRIBUTE_HEAD = tuple(f"{PREDICTOR}{layer}." for layer in ("cls_embedding", "fc_attr", "attr_score"))
@@ -432,7 +430,7 @@ def load_checkpoint(
     if expect == "no_predictor":
         tensors = {name: value for name, value in tensors.items() if not name.startswith(PREDICTOR)}
     if expect == "backbone":
-        options = {"only": next(trunk for trunk in TRUNKS if any(name.startswith(trunk) for name in names))}
+        options = {"only": detector.config.backbone_spec.weight_prefixes}
     report = load_weights(detector, tensors, path, layout=layout, **options)
     published = find_published_weights(path)
     if published is not None:

@@ -14,17 +14,20 @@ a box head) determine the architecture.
 
 from __future__ import annotations
 
+import abc
 import ast
 import difflib
 import operator
+import pkgutil
 import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 import yaml
 from msgspec import UNSET, Meta, Struct, UnsetType, field
+from typing_extensions import override
 
 from detector.errors import UserError, user_path
 from detector.io import read_yaml
@@ -76,7 +79,7 @@ OUR_KEYS: tuple[str, ...] = (
 )
 
 C4_BACKBONE, FPN_BACKBONE = "build_resnet_backbone", "build_resnet_fpn_backbone"
-MOBILENET_BACKBONE = "build_mobilenet_v3_large_fpn_backbone"  # Detectron2 does not have this name
+R2C_BACKBONE = "build_r2c_backbone"
 RES5_HEADS, STANDARD_HEADS = "Res5ROIHeads", "StandardROIHeads"
 STAGES = ("res2", "res3", "res4", "res5")
 NORM_EPS = 1e-5  # epsilon of frozen batch norms, as in Detectron2
@@ -370,13 +373,175 @@ class R2CConfig(Struct, frozen=True, rename=_under("MODEL.R2C")):
     frozen_statistics: Literal["stored", "batch"] = "stored"
 
 
+class RegionShape(NamedTuple):
+    """Size of what a network makes of each region."""
+
+    feature_dim: int
+    mask_size: int  # side of the instance masks that it reads
+
+
+class BackboneSpec(abc.ABC):
+    """A backbone as the config knows it."""
+
+    # prefixes of the detector's keys that `expect: backbone` loads
+    weight_prefixes: ClassVar[tuple[str, ...]] = ("backbone.",)
+    reads_fpn: ClassVar[bool] = False  # whether the keys of MODEL.FPN are its settings
+    feeds_res5: ClassVar[bool] = False  # whether its res4 can be the input of `Res5ROIHeads`
+    max_freeze_at: ClassVar[int] = 5  # largest MODEL.BACKBONE.FREEZE_AT
+    norms: ClassVar[tuple[str, ...]] = ("FrozenBN", "BN", "SyncBN", "GN")  # values of MODEL.RESNETS.NORM
+    backend: ClassVar[str | None] = None  # the only detector that is built around it; None: a Faster R-CNN
+
+    @abc.abstractmethod
+    def maps(self, config: DetectorConfig) -> dict[str, MapShape]:
+        """Return the feature maps that the network gives, finest first."""
+
+    def size_divisibility(self, config: DetectorConfig) -> int:
+        """Return the number of pixels of which the sides of padded images must be multiples."""
+        return 1
+
+    def region_shape(self, config: DetectorConfig) -> RegionShape | None:
+        """Return the size of what the network makes of a region, or None if the RoI heads determine it."""
+        return None
+
+    def check(self, config: DetectorConfig) -> None:
+        """Raise a UserError if the network cannot follow the settings."""
+        resnet = config.resnet
+        if config.r2c.feature_dim > 0:
+            raise UserError(
+                f"MODEL.R2C.FEATURE_DIM does not fit MODEL.BACKBONE.NAME {config.backbone}; remove one of them."
+            )
+        if resnet.freeze_at > self.max_freeze_at:
+            raise UserError(
+                f"MODEL.BACKBONE.FREEZE_AT {resnet.freeze_at} is more than the {self.max_freeze_at} stages that "
+                f"MODEL.BACKBONE.NAME {config.backbone} can freeze."
+            )
+        if resnet.norm not in self.norms:
+            raise UserError(
+                f"MODEL.RESNETS.NORM {resnet.norm} is not supported by MODEL.BACKBONE.NAME {config.backbone}; choose "
+                f"from {', '.join(self.norms)}."
+            )
+
+
+class ResNetSpec(BackboneSpec):
+    """The stages of a ResNet in OUT_FEATURES. The res5 of a C4 detector is part of its RoI heads."""
+
+    weight_prefixes = ("backbone.", "roi_heads.res5.")
+    feeds_res5 = True
+
+    @override
+    def maps(self, config: DetectorConfig) -> dict[str, MapShape]:
+        stages = config.resnet.shapes
+        return {name: stages[name] for name in config.resnet.out_features}
+
+
+class FPNSpec(BackboneSpec):
+    """A feature pyramid on the maps of MODEL.FPN.IN_FEATURES: p2 .. p6, named after log2 of their strides."""
+
+    weight_prefixes = ("backbone.bottom_up.",)
+    reads_fpn = True
+
+    @abc.abstractmethod
+    def bottom_up_maps(self, config: DetectorConfig) -> dict[str, MapShape]:
+        """Return the maps of the network below the pyramid: some of res2 .. res5, finest first."""
+
+    @override
+    def maps(self, config: DetectorConfig) -> dict[str, MapShape]:
+        strides = [self.bottom_up_maps(config)[name].stride for name in config.fpn.in_features]
+        strides.append(2 * strides[-1])
+        return {f"p{stride.bit_length() - 1}": MapShape(config.fpn.out_channels, stride) for stride in strides}
+
+    @override
+    def size_divisibility(self, config: DetectorConfig) -> int:
+        return self.bottom_up_maps(config)[config.fpn.in_features[-1]].stride
+
+    @override
+    def check(self, config: DetectorConfig) -> None:
+        super().check(config)
+        names = tuple(self.bottom_up_maps(config))
+        if not config.fpn.in_features or not {*config.fpn.in_features} <= {*names}:
+            raise UserError(f"MODEL.FPN.IN_FEATURES must be maps of the network below it: {', '.join(names)}.")
+
+
+class ResNetFPNSpec(FPNSpec):
+    """A feature pyramid on a ResNet."""
+
+    @override
+    def bottom_up_maps(self, config: DetectorConfig) -> dict[str, MapShape]:
+        return config.resnet.shapes
+
+
+class MobileNetFPNSpec(BackboneSpec):
+    """torchvision's MobileNetV3 with a feature pyramid. The maps have torchvision's names."""
+
+    weight_prefixes = ("backbone.body.",)
+    norms = ("FrozenBN", "BN")
+
+    @override
+    def maps(self, config: DetectorConfig) -> dict[str, MapShape]:
+        return {"0": MapShape(256, 32), "1": MapShape(256, 32), "pool": MapShape(256, 64)}
+
+    @override
+    def size_divisibility(self, config: DetectorConfig) -> int:
+        return 32
+
+
+class R2CSpec(ResNetSpec):
+    """The ResNet of R2C's network, see `detector/r2c.py`."""
+
+    backend = "r2c"
+
+    @override
+    def region_shape(self, config: DetectorConfig) -> RegionShape:
+        return RegionShape(config.r2c.feature_dim, mask_size=2 * config.roi_heads.pooler_resolution)
+
+    @override
+    def check(self, config: DetectorConfig) -> None:
+        resnet = config.resnet
+        if (
+            config.r2c.feature_dim == 0
+            or config.has_box_head
+            or config.roi_heads.pooler_type == "ROIPool"
+            or resnet.stem_pool != "max"
+            or resnet.res2_out_channels != 4 * resnet.width_per_group
+            or resnet.num_groups > 1
+            or resnet.freeze_at > 4
+        ):
+            raise UserError(
+                "MODEL.R2C.FEATURE_DIM needs MODEL.ROI_HEADS.NAME Res5ROIHeads, MODEL.ROI_BOX_HEAD.POOLER_TYPE "
+                "ROIAlign, MODEL.BACKBONE.FREEZE_AT 4 or less, and of MODEL.RESNETS STEM_POOL max, NUM_GROUPS 1 and "
+                "RES2_OUT_CHANNELS 4 times WIDTH_PER_GROUP."
+            )
+
+
+class RegisteredBackbone(NamedTuple):
+    """What the config knows of a backbone, and its network, which "module:Class" imports when it is built."""
+
+    spec: BackboneSpec
+    implementation: str | type[Any]  # a `Backbone`, constructed with a `DetectorConfig`
+
+    @property
+    def cls(self) -> type[Any]:
+        if isinstance(self.implementation, str):
+            return pkgutil.resolve_name(self.implementation)
+        return self.implementation
+
+
+# by MODEL.BACKBONE.NAME; the names of the last two are ours
+BACKBONES = {
+    C4_BACKBONE: RegisteredBackbone(ResNetSpec(), "detector.backbones.resnet:ResNet"),
+    FPN_BACKBONE: RegisteredBackbone(ResNetFPNSpec(), "detector.backbones.fpn:ResNetFPN"),
+    "build_mobilenet_v3_large_fpn_backbone": RegisteredBackbone(
+        MobileNetFPNSpec(), "detector.backbones.mobilenet:MobileNetFPN"
+    ),
+    R2C_BACKBONE: RegisteredBackbone(R2CSpec(), "detector.r2c:R2CTrunk"),
+}
+
+
 class DetectorConfig(Struct, frozen=True):
     """Config of the built-in detector. Constructing a detector does not load `weights`."""
 
     weights: str = field(default="", name="MODEL.WEIGHTS")
-    backbone: Literal["build_resnet_backbone", "build_resnet_fpn_backbone", "build_mobilenet_v3_large_fpn_backbone"] = (
-        field(default="build_resnet_backbone", name="MODEL.BACKBONE.NAME")
-    )
+    backbone: str = field(default=C4_BACKBONE, name="MODEL.BACKBONE.NAME")  # a key of `BACKBONES`
     input: InputConfig = InputConfig()
     resnet: ResNetConfig = ResNetConfig()
     fpn: FPNConfig = FPNConfig()
@@ -388,16 +553,9 @@ class DetectorConfig(Struct, frozen=True):
     r2c: R2CConfig = R2CConfig()
 
     @property
-    def is_r2c(self) -> bool:
-        return self.r2c.feature_dim > 0
-
-    @property
-    def is_fpn(self) -> bool:
-        return self.backbone == FPN_BACKBONE
-
-    @property
-    def is_mobilenet(self) -> bool:
-        return self.backbone == MOBILENET_BACKBONE
+    def backbone_spec(self) -> BackboneSpec:
+        """What is known of the backbone without torch."""
+        return BACKBONES[self.backbone].spec
 
     @property
     def has_box_head(self) -> bool:
@@ -406,38 +564,32 @@ class DetectorConfig(Struct, frozen=True):
 
     @property
     def map_shapes(self) -> dict[str, MapShape]:
-        """Feature maps of the backbone: the stages in OUT_FEATURES; with FPN, p2 .. p6, named after log2(stride); with
-        MobileNet, "0", "1" and "pool", as in torchvision.
-        """
-        if self.is_mobilenet:
-            return {"0": MapShape(256, 32), "1": MapShape(256, 32), "pool": MapShape(256, 64)}
-        stages = self.resnet.shapes
-        if not self.is_fpn:
-            return {name: stages[name] for name in self.resnet.out_features}
-        strides = [stages[name].stride for name in self.fpn.in_features]
-        strides.append(2 * strides[-1])
-        return {f"p{stride.bit_length() - 1}": MapShape(self.fpn.out_channels, stride) for stride in strides}
+        """Feature maps of the backbone by name, finest first."""
+        return self.backbone_spec.maps(self)
 
     @property
     def size_divisibility(self) -> int:
         """Images are padded to a multiple of this many pixels."""
-        if self.is_mobilenet:
-            return 32
-        return self.resnet.shapes[self.fpn.in_features[-1]].stride if self.is_fpn else 1
+        return self.backbone_spec.size_divisibility(self)
 
     @property
     def map_size(self) -> int:
         """Side of the RoI masks, which are multiplied with the pooled maps of a box head or with res5's output."""
         side = self.roi_heads.pooler_resolution
-        if self.is_r2c:
-            return 2 * side
-        return side if self.has_box_head or self.resnet.res5_dilation == 2 else (side + 1) // 2
+        region_shape = self.backbone_spec.region_shape(self)
+        if region_shape is not None:
+            return region_shape.mask_size
+        if self.has_box_head or self.resnet.res5_dilation == 2:
+            return side
+        return (side + 1) // 2
 
     @property
     def feature_dim(self) -> int:
+        """Width of a region feature."""
         head = self.box_head
-        if self.is_r2c:
-            return self.r2c.feature_dim
+        region_shape = self.backbone_spec.region_shape(self)
+        if region_shape is not None:
+            return region_shape.feature_dim
         if not self.has_box_head:
             return self.resnet.shapes["res5"].channels
         if head.region_feature == "mean":
@@ -446,9 +598,17 @@ class DetectorConfig(Struct, frozen=True):
 
     def __post_init__(self) -> None:
         """Reject combinations that would silently build another network."""
-        resnet, head, pooled = self.resnet, self.box_head, self.roi_heads.in_features
-        c4 = (C4_BACKBONE, ("res4",), ("res4",))
-        if not self.has_box_head and (self.backbone, resnet.out_features, pooled) != c4:
+        resnet = self.resnet
+        head = self.box_head
+        pooled = self.roi_heads.in_features
+        if self.backbone not in BACKBONES:
+            names = ", ".join(repr(name) for name in BACKBONES)
+            raise UserError(f"MODEL.BACKBONE.NAME: invalid enum value {self.backbone!r}; choose from {names}.")
+        if self.r2c.feature_dim and self.backbone == C4_BACKBONE:  # R2C's network needs no other name
+            msgspec.structs.force_setattr(self, "backbone", R2C_BACKBONE)
+        spec = self.backbone_spec
+        is_c4 = spec.feeds_res5 and resnet.out_features == pooled == ("res4",)
+        if not self.has_box_head and not is_c4:
             raise UserError(
                 f"MODEL.ROI_HEADS.NAME {RES5_HEADS} needs MODEL.BACKBONE.NAME {C4_BACKBONE}, and [res4] as "
                 f"MODEL.RESNETS.OUT_FEATURES and MODEL.ROI_HEADS.IN_FEATURES; other backbones need {STANDARD_HEADS}."
@@ -460,23 +620,12 @@ class DetectorConfig(Struct, frozen=True):
                 f"MODEL.ROI_BOX_HEAD.REGION_FEATURE {head.region_feature} needs MODEL.ROI_HEADS.NAME {STANDARD_HEADS} "
                 "and at least as many layers in MODEL.ROI_BOX_HEAD.NUM_FC."
             )
-        if self.is_r2c and (
-            self.has_box_head
-            or self.roi_heads.pooler_type == "ROIPool"
-            or resnet.stem_pool != "max"
-            or resnet.res2_out_channels != 4 * resnet.width_per_group
-            or resnet.num_groups > 1
-            or resnet.freeze_at > 4
-        ):
-            raise UserError(
-                f"MODEL.R2C.FEATURE_DIM needs MODEL.ROI_HEADS.NAME {RES5_HEADS}, MODEL.ROI_BOX_HEAD.POOLER_TYPE "
-                "ROIAlign, MODEL.BACKBONE.FREEZE_AT 4 or less, and of MODEL.RESNETS STEM_POOL max, NUM_GROUPS 1 and "
-                "RES2_OUT_CHANNELS 4 times WIDTH_PER_GROUP."
-            )
+        spec.check(self)
         maps = self.map_shapes
         if not {*self.rpn.in_features, *pooled} <= maps.keys():
             raise UserError(
-                "MODEL.RPN.IN_FEATURES and MODEL.ROI_HEADS.IN_FEATURES must be maps of the backbone: {', '.join(maps)}."
+                "MODEL.RPN.IN_FEATURES and MODEL.ROI_HEADS.IN_FEATURES must be maps of the backbone: "
+                f"{', '.join(maps)}."
             )
         strides = [maps[name].stride for name in pooled]
         if strides != [strides[0] * 2**level for level in range(len(strides))]:
@@ -555,8 +704,12 @@ def _format_error(error: msgspec.ValidationError) -> str:
 
 def _unused_groups(backbone: Any, heads: Any) -> set[str]:
     """Return the groups that an architecture does not have. Their keys, except `OUR_KEYS`, are ignored."""
-    parts = {"fpn": backbone == FPN_BACKBONE, "box_head": heads == STANDARD_HEADS}
-    return {group for group, is_used in parts.items() if not is_used}
+    unused = set()
+    if backbone not in BACKBONES or not BACKBONES[backbone].spec.reads_fpn:
+        unused.add("fpn")
+    if heads != STANDARD_HEADS:
+        unused.add("box_head")
+    return unused
 
 
 class SelectionRule(Struct, frozen=True, forbid_unknown_fields=True):

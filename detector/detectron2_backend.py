@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Float32
 from torch import Tensor, nn
 
-from detector.backbones import BLOCKS_PER_STAGE
-from detector.config import OUR_KEYS, STAGES, DetectorConfig, ResNetConfig, nest
+from detector.backbones.resnet import BLOCKS_PER_STAGE
+from detector.config import C4_BACKBONE, FPN_BACKBONE, OUR_KEYS, STAGES, DetectorConfig, ResNetConfig, nest
 from detector.errors import MissingPackageError, UserError
 from detector.faster_rcnn import TwoStageDetector, pad_to_multiple
 from detector.roi_heads import CHUNK, AttributeHead, Detections, mask_maps
@@ -101,6 +101,10 @@ class Detectron2Detector(TwoStageDetector):
 
     def __init__(self, config: DetectorConfig) -> None:
         super().__init__(config)
+        if config.backbone not in (C4_BACKBONE, FPN_BACKBONE):
+            raise UserError(
+                f"Detectron2 does not have MODEL.BACKBONE.NAME {config.backbone}; set detector.backend to builtin."
+            )
         flat = config.to_flat()  # contains `OUR_KEYS` only if they differ from their default
         unread = [key for key in BUILTIN_KEYS if key in flat]
         if config.has_box_head and config.resnet.stem_pool == "none":
@@ -248,7 +252,7 @@ def build_parts(cfg: CfgNode, config: DetectorConfig) -> tuple[nn.Module, nn.Mod
         model = build_model(cfg)
         return model.backbone, model.proposal_generator, model.roi_heads
     backbone = build_shallow_resnet(resnet)
-    if config.is_fpn:
+    if config.backbone == FPN_BACKBONE:
         options = {"norm": fpn.norm, "top_block": LastLevelMaxPool(), "fuse_type": fpn.fuse_type}
         backbone = FPN(backbone, list(fpn.in_features), fpn.out_channels, **options)
     shape = backbone.output_shape()

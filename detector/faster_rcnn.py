@@ -17,10 +17,11 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
-from detector.backbones import FPN, ResNet, make_mobilenet, recompute_activations
+from detector.backbones.base import Block, blocks_to_compile, recompute_activations
 from detector.boxes import are_valid, check_boxes, prepend, whole_image_boxes
-from detector.config import DetectorConfig
+from detector.config import BACKBONES, DetectorConfig
 from detector.errors import UserError
 from detector.images import normalise_images
 from detector.roi_heads import Detections, Res5ROIHeads, StandardROIHeads
@@ -235,20 +236,26 @@ class FasterRCNN(TwoStageDetector):
 
     def __init__(self, config: DetectorConfig) -> None:
         super().__init__(config)
-        if config.is_r2c:
-            raise UserError("MODEL.R2C.FEATURE_DIM is for the network of R2C; set detector.backend to r2c.")
-        if config.is_mobilenet:
-            self.backbone = make_mobilenet(config.resnet)
-        else:
-            self.backbone = FPN(config) if config.is_fpn else ResNet(config.resnet)
+        backend = config.backbone_spec.backend
+        if backend is not None:
+            raise UserError(
+                f"MODEL.BACKBONE.NAME {config.backbone} needs another detector; set detector.backend to {backend}."
+            )
+        self.backbone = BACKBONES[config.backbone].cls(config)
         self.proposal_generator = RPN(config)
         self.roi_heads = StandardROIHeads(config) if config.has_box_head else Res5ROIHeads(config)
 
+    @override
     def recompute_activations(self) -> None:
-        recompute_activations(self)  # a MobileNet has no blocks that could be recomputed
+        recompute_activations(self, self.backbone)
 
+    @override
+    def blocks_to_compile(self) -> list[Block]:
+        return blocks_to_compile(self.backbone)
+
+    @override
     def features(self, images: ImageBatch) -> FeatureMaps:
-        """res4 of the padded batch, or p2 .. p6 (of a MobileNet 0, 1 and pool); h, w = H, W / stride."""
+        """Return the maps of the padded batch that `BackboneSpec.maps` names; h, w = H, W / stride."""
         pixels = pad_to_multiple(images.pixels, self.config.size_divisibility)
         return self.backbone(pixels.contiguous(memory_format=torch.channels_last))
 

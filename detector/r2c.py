@@ -16,16 +16,11 @@ from jaxtyping import Float, Int64
 from msgspec import structs
 from torch import Tensor, nn
 from torchvision.ops.misc import FrozenBatchNorm2d
+from typing_extensions import override
 
-from detector.backbones import (
-    BLOCKS_PER_STAGE,
-    BasicStem,
-    BatchStatistics,
-    BottleneckBlock,
-    ConvNorm,
-    freeze,
-    recompute_activations,
-)
+from detector.backbones.base import Backbone, Block, blocks_to_compile, recompute_activations
+from detector.backbones.layers import BatchStatistics, ConvNorm, freeze
+from detector.backbones.resnet import BLOCKS_PER_STAGE, BasicStem, BottleneckBlock
 from detector.boxes import check_boxes, prepend, whole_image_boxes
 from detector.config import DetectorConfig, ResNetConfig
 from detector.errors import UserError
@@ -60,22 +55,32 @@ class DescribedBoxes(NamedTuple):
     class_logits: Float[Tensor, "J K_plus_1"]  # background last
 
 
-class R2CTrunk(nn.Module):
-    """Stem and res2 .. res4 with strides 4, 4, 8, 16. Stages up to `freeze_at` get no gradient."""
+class R2CTrunk(Backbone):
+    """Stem and res2 .. res4 with strides 4, 4, 8, 16. Stages up to FREEZE_AT get no gradient.
 
-    def __init__(self, config: DetectorConfig, sizes: NetworkSizes) -> None:
+    `sizes` overrides those of `MODEL.RESNETS`.
+    """
+
+    def __init__(self, config: DetectorConfig, sizes: NetworkSizes | None = None) -> None:
         super().__init__()
         resnet = config.resnet
+        sizes = sizes or NetworkSizes.from_config(resnet)
         self.stem = BasicStem(structs.replace(resnet, stem_out_channels=sizes.stem))
         channels = sizes.stem
         for number, name in enumerate(("res2", "res3", "res4")):
             self.add_module(name, _make_blocks(resnet, sizes, number, channels, stride=1 if number == 0 else 2))
             channels = EXPANSION * sizes.widths[number]
-        norm = BatchStatistics if config.r2c.frozen_statistics == "batch" else FrozenBatchNorm2d
-        for name in ("stem", "res2", "res3", "res4")[: resnet.freeze_at]:
-            freeze(getattr(self, name), norm)
+        self.frozen_norm = BatchStatistics if config.r2c.frozen_statistics == "batch" else FrozenBatchNorm2d
+        self.freeze_stages(resnet.freeze_at)
 
+    @override
+    def freeze_stages(self, count: int) -> None:
+        for name in ("stem", "res2", "res3", "res4")[:count]:
+            freeze(getattr(self, name), self.frozen_norm)
+
+    @override
     def forward(self, pixels: Float[Tensor, "N 3 H W"]) -> FeatureMap:
+        """Return res4 alone, which is all that `R2CNetwork` reads."""
         return self.res4(self.res3(self.res2(self.stem(pixels))))
 
 
@@ -123,8 +128,13 @@ class R2CNetwork(Detector):
         self.backbone = R2CTrunk(config, sizes)
         self.roi_heads = R2CHead(config, sizes)
 
+    @override
     def recompute_activations(self) -> None:
-        recompute_activations(self)
+        recompute_activations(self, self.backbone)
+
+    @override
+    def blocks_to_compile(self) -> list[Block]:
+        return blocks_to_compile(self.backbone)
 
     def forward(
         self,

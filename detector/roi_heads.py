@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Float32, Int64, Shaped
 from torch import Tensor, nn
 
-from detector.backbones import ConvNorm, Res5
+from detector.backbones.layers import ConvNorm
+from detector.backbones.resnet import Res5
 from detector.boxes import (
     box_regression_loss,
     decode_deltas,

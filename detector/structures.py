@@ -34,6 +34,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from jaxtyping import Float, Float32, Int64, Num, UInt8
 from torch import Tensor, nn
+from typing_extensions import override
 
 from detector.boxes import prepend, whole_image_boxes
 from detector.config import DetectorConfig
@@ -182,6 +183,17 @@ class Detector(nn.Module, abc.ABC):
             "detector.backend builtin."
         )
 
+    def blocks_to_compile(self) -> Sequence[nn.Module]:
+        """Return the blocks of the backbone that `train.torch_compile` compiles.
+
+        Raises:
+            UserError: this detector has none.
+        """
+        raise UserError(
+            f"{type(self).__name__} has no blocks that can be compiled; switch train.torch_compile off or use "
+            "detector.backend builtin."
+        )
+
     @abc.abstractmethod
     def forward(
         self,
@@ -219,8 +231,13 @@ class PrecomputedDetector(Detector):
         super().__init__(config)
         self.map_size = None
 
+    @override
     def recompute_activations(self) -> None:
         """There are no activations to keep."""
+
+    @override
+    def blocks_to_compile(self) -> Sequence[nn.Module]:
+        return ()
 
     def forward(
         self,

@@ -28,7 +28,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tqdm.auto import tqdm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from detector.backbones import ResidualBlock
 from detector.errors import UserError
 from detector.io import atomic_files, atomic_folder, read_json, remove_leftovers, write_json
 from detector.structures import Loss
@@ -122,10 +121,9 @@ def compile_blocks(model: VisionLanguageModel) -> None:
 
     Blocks that are alike share their code. RoI heads stay as they are: their pooling depends on values of tensors.
     """
-    for part in (getattr(model.detector, "backbone", None), model.encoder):
-        for block in part.modules() if part is not None else ():
-            if isinstance(block, ResidualBlock | GradientCheckpointingLayer):
-                block.compile(dynamic=True)
+    layers = [layer for layer in model.encoder.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    for block in (*model.detector.blocks_to_compile(), *layers):
+        block.compile(dynamic=True)
 
 
 class LossesOnly(nn.Module):

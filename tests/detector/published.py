@@ -166,7 +166,7 @@ def caffe2_blobs(model: FasterRCNN, norms: dict[str, str]) -> dict[str, np.ndarr
         elif "bbox_pred" in name:
             value = torch.cat((torch.full_like(value[:4], 99.0), value))
         name = caffe2_name(name, norms)
-        if model.config.is_fpn:  # its RPN is named after the finest level
+        if model.config.backbone_spec.reads_fpn:  # its RPN is named after the finest level
             name = re.sub(r"^(conv_rpn|rpn_\w+)_([wb])$", r"\1_fpn2_\2", name)
         blobs[name] = value
     return arrays(blobs)

@@ -12,17 +12,10 @@ from msgspec import structs
 from torch import Tensor, nn
 from torchvision.ops.misc import FrozenBatchNorm2d
 
-from detector.backbones import (
-    FPN,
-    AffineCache,
-    ConvNorm,
-    Res5,
-    ResNet,
-    SyncBatchNorm,
-    freeze,
-    make_norm,
-    recompute_activations,
-)
+from detector.backbones.base import recompute_activations
+from detector.backbones.fpn import ResNetFPN
+from detector.backbones.layers import AffineCache, ConvNorm, SyncBatchNorm, freeze, make_norm
+from detector.backbones.resnet import Res5, ResNet
 from detector.config import DetectorConfig, ResNetConfig, flatten
 from detector.roi_pooler import align_rois
 from tests.detector import published
@@ -39,7 +32,8 @@ def tiny(**changes) -> ResNetConfig:
     [("FrozenBN", "max", (5, 7)), ("BN", "caffe_max", (5, 7)), ("GN", "none", (9, 13)), ("SyncBN", "max", (5, 7))],
 )
 def test_strides_for_sides_that_are_no_multiple(norm: str, pool: str, cells: tuple[int, int]):
-    res4 = ResNet(tiny(norm=norm, stem_pool=pool, depth=50))(torch.rand(2, 3, 67, 99))["res4"]
+    resnet = tiny(norm=norm, stem_pool=pool, depth=50)
+    res4 = ResNet(DetectorConfig(resnet=resnet))(torch.rand(2, 3, 67, 99))["res4"]
     assert tuple(res4.shape) == (2, 64, *cells) and res4.isfinite().all()
 
 
@@ -210,7 +204,7 @@ def test_group_norm_of_narrow_layers():
 def test_recomputed_activations_change_nothing():
     torch.manual_seed(0)
     config = tiny(norm="FrozenBN", depth=50)
-    trunk, res5 = ResNet(config), Res5(config)
+    trunk, res5 = ResNet(DetectorConfig(resnet=config)), Res5(config)
     rois = torch.tensor([[0, 3.0, 5, 60, 50], [0, 10, 10, 30, 30]])
 
     def gradients() -> list[Tensor]:
@@ -224,13 +218,14 @@ def test_recomputed_activations_change_nothing():
     calls = []
     hook = trunk.res4[0].conv2.register_forward_hook(lambda *_: calls.append(1))
     for module in (trunk, res5):
-        recompute_activations(module)
+        recompute_activations(module, module)
     after = gradients()
     hook.remove()
     assert len(calls) == 2  # forward, and again in the backward pass
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
     with pytest.raises(ValueError, match="FrozenBN or GN"):
-        recompute_activations(ResNet(tiny(norm="BN")))
+        backbone = ResNet(DetectorConfig(resnet=tiny(norm="BN")))
+        recompute_activations(backbone, backbone)
 
 
 CHANNELS = 3
@@ -277,7 +272,7 @@ def test_levels_may_be_averaged():
     """Their sums, p6 and gradients: tests/parity."""
     keys = {"BACKBONE.FREEZE_AT": 0, "RESNETS.DEPTH": 18, "RESNETS.NORM": "GN", "FPN.FUSE_TYPE": "avg"}
     changes = {f"MODEL.{key}": value for key, value in keys.items()}
-    model = FPN(DetectorConfig.from_flat(flatten(published.FPN_TREE) | changes)).eval()
+    model = ResNetFPN(DetectorConfig.from_flat(flatten(published.FPN_TREE) | changes)).eval()
     pixels = torch.randn(1, 3, 64, 96)
     maps, below = model(pixels), model.bottom_up(pixels)
     top = model.fpn_lateral5(below["res5"])

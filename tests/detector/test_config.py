@@ -108,7 +108,7 @@ def changed(**keys: Any) -> DetectorConfig:
 def test_a_detector_of_the_model_zoo():
     keys = {"NUM_GROUPS": 32, "WIDTH_PER_GROUP": 8, "DEPTH": 101, "STRIDE_IN_1X1": False}
     config = changed(MASK_ON=False, **{f"RESNETS__{key}": value for key, value in keys.items()})
-    assert config.is_fpn and config.has_box_head
+    assert config.backbone_spec.reads_fpn and config.has_box_head
     assert (config.resnet.depth, config.resnet.num_groups, config.resnet.stride_in_1x1) == (101, 32, False)
     assert config.map_shapes == {"p2": (256, 4), "p3": (256, 8), "p4": (256, 16), "p5": (256, 32), "p6": (256, 64)}
     assert (config.size_divisibility, config.map_size, config.feature_dim) == (32, 7, 1024)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torchvision.models.resnet import Bottleneck, ResNet
 
-from detector.backbones import BatchStatistics
+from detector.backbones.layers import BatchStatistics
 from detector.checkpoint import load_checkpoint
 from detector.config import DetectorConfig
 from detector.errors import UserError

@@ -1,0 +1,82 @@
+"""The interface of a backbone, and its blocks, which can be compiled and whose activations can be recomputed."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
+
+from detector.errors import UserError
+from detector.structures import FeatureMaps
+
+
+class Block(nn.Module):
+    """A module that `train.torch_compile` compiles, and whose activations `train.activation_checkpointing` recomputes.
+
+    To make a block of a module of another library, inherit from both: `class Block(backbones.base.Block, CNBlock)`.
+    """
+
+    recompute = False  # see `recompute_activations`
+
+    @override
+    def __call__(self, *inputs: Any) -> Any:
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(super().__call__, *inputs, use_reentrant=False)
+        return super().__call__(*inputs)
+
+
+class Backbone(nn.Module, abc.ABC):
+    """Images -> feature maps. It is constructed with a `DetectorConfig`, and states its maps in a `BackboneSpec`."""
+
+    @abc.abstractmethod
+    def forward(self, pixels: Float[Tensor, "N 3 H W"]) -> FeatureMaps:
+        """Return the maps that `BackboneSpec.maps` names, of H / stride x W / stride cells, rounded up."""
+
+    @abc.abstractmethod
+    def freeze_stages(self, count: int) -> None:
+        """Freeze the first `count` stages (MODEL.BACKBONE.FREEZE_AT), see `freeze`; the constructor calls this."""
+
+
+def blocks_of(module: nn.Module) -> list[Block]:
+    """Return the blocks in a module, in the order of its layers."""
+    return [block for block in module.modules() if isinstance(block, Block)]
+
+
+def blocks_to_compile(backbone: nn.Module) -> list[Block]:
+    """Return the blocks of a backbone.
+
+    Raises:
+        UserError: it has none.
+    """
+    blocks = blocks_of(backbone)
+    if not blocks:
+        raise UserError(
+            f"The backbone {type(backbone).__name__} has no blocks that can be compiled; set train.torch_compile to "
+            "false."
+        )
+    return blocks
+
+
+def recompute_activations(detector: nn.Module, backbone: nn.Module) -> None:
+    """Enable activation checkpointing: store only the input of each block and recompute the rest in backward.
+
+    Raises:
+        UserError: the backbone has no blocks, or its norms would count each batch twice.
+    """
+    if not blocks_of(backbone):
+        raise UserError(
+            f"The backbone {type(backbone).__name__} has no blocks whose activations can be recomputed; set "
+            "train.activation_checkpointing to false."
+        )
+    for block in blocks_of(detector):
+        if any(isinstance(norm, nn.BatchNorm2d) for norm in block.modules()):
+            raise UserError(
+                "Activation checkpointing would update the running statistics of batch norms twice per batch; set "
+                "MODEL.RESNETS.NORM to FrozenBN or GN, or disable train.activation_checkpointing."
+            )
+        block.recompute = True

@@ -1,0 +1,69 @@
+"""Feature pyramids with Detectron2's module and parameter names. Shape legend: see `detector/structures.py`."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from typing_extensions import override
+
+from detector.backbones.base import Backbone
+from detector.backbones.layers import ConvNorm
+from detector.backbones.resnet import ResNet
+from detector.config import DetectorConfig, MapShape
+from detector.structures import FeatureMaps
+
+
+class FPN(Backbone):
+    """Feature pyramid network (Lin et al., CVPR 2017, section 3): levels p2, p3, ..., and one more above them (p6).
+
+    All have the same number of channels. Its stages are those of the network below.
+
+    Keys are `bottom_up.*`, `fpn_lateral2.*`, `fpn_output2.*`, ...; the number of a level is log2 of its stride.
+    """
+
+    def __init__(self, config: DetectorConfig, bottom_up: Backbone, bottom_up_maps: dict[str, MapShape]) -> None:
+        """`bottom_up` gives at least the maps of MODEL.FPN.IN_FEATURES, whose shapes are in `bottom_up_maps`."""
+        super().__init__()
+        self.in_features = config.fpn.in_features
+        self.is_average = config.fpn.fuse_type == "avg"
+        self.out_features = tuple(config.map_shapes)  # one level more than `in_features`
+        self.levels = self.out_features[:-1]  # those with a lateral convolution
+        self.bottom_up = bottom_up
+        width = config.fpn.out_channels
+        norm = config.fpn.norm
+        for level, name in zip(self.levels, self.in_features, strict=True):
+            lateral = ConvNorm(bottom_up_maps[name].channels, width, 1, norm=norm)
+            output = ConvNorm(width, width, 3, norm=norm, padding=1)
+            for conv in (lateral, output):
+                nn.init.kaiming_uniform_(conv.weight, a=1)
+            self.add_module(f"fpn_lateral{level[1:]}", lateral)
+            self.add_module(f"fpn_output{level[1:]}", output)
+
+    @override
+    def freeze_stages(self, count: int) -> None:
+        self.bottom_up.freeze_stages(count)
+
+    @override
+    def forward(self, pixels: Float[Tensor, "N 3 H W"]) -> FeatureMaps:
+        """Return all levels, finest first. H and W must be multiples of the stride of the last input map."""
+        bottom_up = self.bottom_up(pixels)
+        maps = {}
+        x = None
+        for level, name in reversed(list(zip(self.levels, self.in_features, strict=True))):
+            lateral = getattr(self, f"fpn_lateral{level[1:]}")(bottom_up[name])
+            if x is None:
+                x = lateral
+            else:
+                x = lateral + F.interpolate(x, scale_factor=2.0, mode="nearest")
+                x = x / 2 if self.is_average else x
+            maps[level] = getattr(self, f"fpn_output{level[1:]}")(x)
+        maps[self.out_features[-1]] = F.max_pool2d(maps[self.levels[-1]], kernel_size=1, stride=2)
+        return {level: maps[level] for level in self.out_features}
+
+
+class ResNetFPN(FPN):
+    """A feature pyramid on a ResNet."""
+
+    def __init__(self, config: DetectorConfig) -> None:
+        super().__init__(config, ResNet(config), config.resnet.shapes)
