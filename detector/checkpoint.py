@@ -14,7 +14,7 @@ import pickle
 import pickletools
 import re
 import zipfile
-from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING  # private, but the tables that `pickle` itself renames by
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -78,9 +78,9 @@ def save_model(folder: Path, config: RunConfig, model: VisionLanguageModel, toke
     save_config(config, folder / "config.yaml")
     with translate_full_disk(folder), _without_progress_bars():
         model.encoder.save_pretrained(folder / "encoder")
-        for name, part in _parts(model).items():
+        for name, module in _saved_modules(model).items():
             if name != "encoder":
-                save_weights(part.state_dict(), folder / name / "model.safetensors")
+                save_weights(module.state_dict(), folder / name / "model.safetensors")
     if model.task.answer_vocabulary is not None:
         write_json(folder / "task" / ANSWERS_FILE, model.task.answer_vocabulary.answers)
     save_settings(model.detector, folder / "detector")
@@ -137,17 +137,20 @@ def load_model(
     unloaded = replace(config, detector=replace(detector, weights=None))
     model = build_model(unloaded, vocab_size=len(tokenizer), tokenizer=tokenizer)
     load_class_names(model.detector, folder / "detector")
-    for name, part in _parts(model).items():
+    for name, module in _saved_modules(model).items():
         file = folder / name / "model.safetensors"
-        load_weights(part, read_tensors(file), file)
+        load_weights(module, read_tensors(file), file)
     return config, model.eval(), tokenizer
 
 
-def _parts(model: VisionLanguageModel) -> dict[str, nn.Module]:
+def _saved_modules(model: VisionLanguageModel) -> dict[str, nn.Module]:
     """Return the modules that are saved, by folder name."""
-    parts = {"detector": model.detector, "encoder": model.encoder, "task": model.task}
-    parts |= {"teacher": model.teacher, "phrases": model.phrase_head}
-    return {name: part for name, part in parts.items() if part is not None}
+    modules = {"detector": model.detector, "encoder": model.encoder, "task": model.task}
+    if model.teacher is not None:
+        modules["teacher"] = model.teacher
+    if model.phrase_head is not None:
+        modules["phrases"] = model.phrase_head
+    return modules
 
 
 def load_saved_config(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -144,13 +144,13 @@ def build_optimizer(
         on_cpu: the model is trained on the CPU, where the fused AdamW takes a third of the time. On a GPU, torch's
             default is fast.
     """
-    parts = {
+    modules = {  # name -> module, its own learning rate
         "detector": (model.detector, settings.detector_lr),
         "encoder": (model.encoder, None),
         "head": (nn.ModuleList(filter(None, (model.task, model.phrase_head))), settings.head_lr),
     }
     groups = []
-    for name, (module, lr) in parts.items():
+    for name, (module, lr) in modules.items():
         decayed_scales: set[int] = set()
         if settings.decay_bn_scales:
             norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]

@@ -86,11 +86,11 @@ def describe_run(config: RunConfig, run: Run, accelerator: Accelerator, step: in
     else:
         texts = f"at most {limit} texts"
     done = f", {step:,} of them done" if step else ""
-    parts_of_batch = (
-        f" in {settings.gradient_accumulation_steps} parts" if settings.gradient_accumulation_steps > 1 else ""
-    )
+    micro_batches = ""
+    if settings.gradient_accumulation_steps > 1:
+        micro_batches = f" in {settings.gradient_accumulation_steps} parts"
     steps = (
-        f"{total_steps:,}{done}, each with {settings.images_per_batch} images{parts_of_batch} and {texts} per image "
+        f"{total_steps:,}{done}, each with {settings.images_per_batch} images{micro_batches} and {texts} per image "
         f"({total_steps * settings.images_per_batch:,} images in all)"
     )
     evaluations = []
@@ -106,18 +106,18 @@ def describe_run(config: RunConfig, run: Run, accelerator: Accelerator, step: in
         *describe_schedule_part(*settings.schedule_fraction),
         ("vocabulary", f"{len(run.tokenizer)} wordpieces, {config.data.vocabulary or 'built from the training texts'}"),
     ]
-    parts = {"detector": run.model.detector, "encoder": run.model.encoder, "head": run.model.task}
+    modules = {"detector": run.model.detector, "encoder": run.model.encoder, "head": run.model.task}
     if run.model.phrase_head is not None:
-        parts["phrases"] = run.model.phrase_head
-    for name, part in parts.items():
+        modules["phrases"] = run.model.phrase_head
+    for name, module in modules.items():
         part_name = "task" if name == "head" else name
         starts = [start for start in run.starts if start.part == part_name]
-        number = sum(parameter.numel() for parameter in part.parameters())
-        num_frozen = sum(parameter.numel() for parameter in part.parameters() if not parameter.requires_grad)
+        number = sum(parameter.numel() for parameter in module.parameters())
+        num_frozen = sum(parameter.numel() for parameter in module.parameters() if not parameter.requires_grad)
         frozen = ""
         if num_frozen:
             frozen = ", frozen" if num_frozen == number else f", {num_frozen:,} of them frozen"
-        lines.append((name, f"{number:,} parameters{frozen}, {describe_weights(part, starts)}"))
+        lines.append((name, f"{number:,} parameters{frozen}, {describe_weights(module, starts)}"))
     return "\n".join([config.output, *(f"  {name:<11s} {text}" for name, text in lines)])
 
 

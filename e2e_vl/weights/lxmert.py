@@ -121,7 +121,7 @@ class OfficialLxmert(WeightAdapter):
 
     @override
     def adapt(self, tensors: dict[str, Tensor], encoder: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
-        """Copy shared cross attention to both directions if the encoder separates them; drop parts it does not have."""
+        """Copy shared cross attention to both directions if the encoder separates them; drop what it does not have."""
         copied = []
         if encoder.config.cross_attention == "separate":
             tensors |= {name.replace(CROSS, OTHER_CROSS): value for name, value in tensors.items() if CROSS in name}
@@ -133,19 +133,19 @@ class OfficialLxmert(WeightAdapter):
         """Write a file of the official code, with the names of `*_LXRT.pth` or of `BEST.pth`."""
         check_task(task_name, list(OFFICIAL_HEADS), "LXMERT")
         check_settings(model.encoder.config.to_dict(), OFFICIAL_CONFIG, path)
-        parts = ModelWeights.of_model(model, task_name)
-        save_weights(to_official(parts), path, key="")
-        _, left_out = rename_head(parts.task, OFFICIAL_HEADS[task_name])
-        return left_out + [f"detector.{name}" for name in parts.detector]
+        weights = ModelWeights.of_model(model, task_name)
+        save_weights(to_official(weights), path, key="")
+        _, left_out = rename_head(weights.task, OFFICIAL_HEADS[task_name])
+        return left_out + [f"detector.{name}" for name in weights.detector]
 
 
-def to_official(parts: ModelWeights) -> dict[str, Tensor]:
+def to_official(weights: ModelWeights) -> dict[str, Tensor]:
     """Invert `OfficialLxmert.convert`: return weights with official names, without `module.`."""
-    prefix = "" if parts.task_name == PRETRAINING else FINE_TUNED
-    official = {f"{prefix}bert.{name}": value for name, value in parts.encoder.items()}
-    official |= rename_head(parts.task, OFFICIAL_HEADS[parts.task_name])[0]
-    if "word_head.bias" in parts.task:
-        official[DECODER] = parts.encoder[WORD_EMBEDDINGS]
+    prefix = "" if weights.task_name == PRETRAINING else FINE_TUNED
+    official = {f"{prefix}bert.{name}": value for name, value in weights.encoder.items()}
+    official |= rename_head(weights.task, OFFICIAL_HEADS[weights.task_name])[0]
+    if "word_head.bias" in weights.task:
+        official[DECODER] = weights.encoder[WORD_EMBEDDINGS]
     return official
 
 
@@ -239,34 +239,34 @@ class TransformersLxmert(OfficialLxmert):
         """
         check_settings(model.encoder.config.to_dict(), TRANSFORMERS_CONFIG, path)
         config = model.encoder.config
-        parts = ModelWeights.of_model(model, task_name)
-        modules, fields = _head_for_transformers(parts, config.hidden_size, config.hidden_act)
+        weights = ModelWeights.of_model(model, task_name)
+        modules, fields = _head_for_transformers(weights, config.hidden_size, config.hidden_act)
         names = PRETRAINING_HEADS if task_name == PRETRAINING else QUESTION_ANSWERING_HEAD
-        head, left_out = rename_head(parts.task, {theirs: ours for theirs, ours in names.items() if ours in modules})
+        head, left_out = rename_head(weights.task, {theirs: ours for theirs, ours in names.items() if ours in modules})
         prefix = TRUNK if modules else ""
-        state = {f"{prefix}{name}": value for name, value in parts.encoder.items()} | head
+        state = {f"{prefix}{name}": value for name, value in weights.encoder.items()} | head
         fields = shared_fields(config, LxmertConfig) | fields
         folder_config = LxmertConfig(**fields, visual_feat_dim=config.feature_dim, visual_pos_dim=4)
         save_as_transformers(state, folder_config, path)
-        return left_out + [f"detector.{name}" for name in parts.detector]
+        return left_out + [f"detector.{name}" for name in weights.detector]
 
 
 def _head_for_transformers(
-    parts: ModelWeights, hidden_size: int, hidden_act: str
+    weights: ModelWeights, hidden_size: int, hidden_act: str
 ) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Return the modules that transformers' model for this task also has, and the fields of its config for them."""
-    task = parts.task
+    task = weights.task
     present = {*task, *(name.rpartition(".")[0] for name in task)}
 
     def has_answers(modules: tuple[str, ...]) -> bool:
         """Return whether the head has transformers' hidden layer of twice the width."""
         return present.issuperset(modules) and len(task[f"{modules[0]}.weight"]) == 2 * hidden_size
 
-    if parts.task_name in ANSWERING and has_answers(ANSWERS):
+    if weights.task_name in ANSWERING and has_answers(ANSWERS):
         rows = len(task["head.output.weight"])
         return ANSWERS, {"num_qa_labels": rows, "architectures": ["LxmertForQuestionAnswering"]}
     # the word head's activation is the encoder's in transformers and always GELU here
-    if parts.task_name != PRETRAINING or not present.issuperset(WORDS) or hidden_act != "gelu":
+    if weights.task_name != PRETRAINING or not present.issuperset(WORDS) or hidden_act != "gelu":
         return (), {"architectures": ["LxmertModel"]}
     outputs = {kind: module for kind, module in REGIONS.items() if present.issuperset((*TRANSFORM, module))}
     with_answers = has_answers(QUESTIONS)

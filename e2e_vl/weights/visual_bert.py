@@ -150,25 +150,25 @@ class OfficialVisualBert(WeightAdapter):
         return left_out
 
 
-def to_official(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
+def to_official(weights: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
     """Invert `OfficialVisualBert.convert`.
 
     Returns:
         The weights with official names, and the names that were left out: a detector other than R2C's region network,
         and heads that no official model has.
     """
-    head, left_out = rename_head(parts.task, HEADS.get(parts.task_name, NO_HEAD).names)
+    head, left_out = rename_head(weights.task, HEADS.get(weights.task_name, NO_HEAD).names)
     ours_to_theirs = invert(ENCODER)
     state = {}
-    for name, value in parts.encoder.items():
+    for name, value in weights.encoder.items():
         state[f"{TRUNK}{replace_module(name, ours_to_theirs)}"] = value
     for name, value in head.items():
         state[f"{HEAD}{name}"] = value
     if any(name.startswith("cls.predictions.") for name in head):
-        state[f"{HEAD}{DECODER}"] = parts.encoder[WORD_EMBEDDINGS]
-    if MASK_FILTER not in parts.detector:
-        return state, left_out + [f"detector.{name}" for name in parts.detector]
-    network = {to_visual_bert_name(name): value for name, value in parts.detector.items()}
+        state[f"{HEAD}{DECODER}"] = weights.encoder[WORD_EMBEDDINGS]
+    if MASK_FILTER not in weights.detector:
+        return state, left_out + [f"detector.{name}" for name in weights.detector]
+    network = {to_visual_bert_name(name): value for name, value in weights.detector.items()}
     # official files have the batch counter, which frozen norms lack
     for name in list(network):
         if name.endswith("running_var"):
@@ -228,35 +228,35 @@ class TransformersVisualBert(OfficialVisualBert):
         `with_box_coordinates`, features with the box coordinates appended.
         """
         check_settings(model.encoder.config.to_dict(), self.required_config, path)
-        parts = ModelWeights.of_model(model, task_name)
-        state, left_out = to_transformers(parts)
-        save_as_transformers(state, make_transformers_config(model.encoder, parts), path)
+        weights = ModelWeights.of_model(model, task_name)
+        state, left_out = to_transformers(weights)
+        save_as_transformers(state, make_transformers_config(model.encoder, weights), path)
         return left_out
 
 
-def to_transformers(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
+def to_transformers(weights: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
     """Invert `TransformersVisualBert.convert`, without tied weights.
 
     Returns:
         The weights with transformers' names, and the names that were left out: the detector and additional heads.
     """
-    official, left_out = to_official(dataclasses.replace(parts, detector={}))
+    official, left_out = to_official(dataclasses.replace(weights, detector={}))
     official.pop(f"{HEAD}{DECODER}", None)
     official_to_theirs = invert(TRANSFORMERS_NAMES)
-    is_trunk_alone = parts.task_name not in HEADS
+    is_trunk_alone = weights.task_name not in HEADS
     state = {}
     for name, value in official.items():
         theirs = replace_module(name, official_to_theirs)
         state[theirs.removeprefix(TRANSFORMERS_PREFIX) if is_trunk_alone else theirs] = value
-    return state, left_out + [f"detector.{name}" for name in parts.detector]
+    return state, left_out + [f"detector.{name}" for name in weights.detector]
 
 
-def make_transformers_config(encoder: VisualBertEncoder, parts: ModelWeights) -> VisualBertConfig:
+def make_transformers_config(encoder: VisualBertEncoder, weights: ModelWeights) -> VisualBertConfig:
     """Make the config of transformers, in which no row of the word embeddings is for padding, as in official code."""
-    rule = HEADS.get(parts.task_name, NO_HEAD)
+    rule = HEADS.get(weights.task_name, NO_HEAD)
     fields = shared_fields(encoder.config, VisualBertConfig, "pad_token_id")
     if rule.counts_labels:
-        fields["num_labels"] = len(parts.task["head.output.weight"])
+        fields["num_labels"] = len(weights.task["head.output.weight"])
     return VisualBertConfig(
         **fields,
         visual_embedding_dim=encoder.config.visual_embedding_dim,

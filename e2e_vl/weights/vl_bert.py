@@ -163,12 +163,12 @@ class OfficialVLBert(WeightAdapter):
         if not isinstance(model.detector, PrecomputedDetector):
             settings = DetectorConfig.to_flat(model.detector.config) | model.detector.config.to_flat()
             check_settings(settings, OFFICIAL_DETECTOR, path)
-        parts = ModelWeights.of_model(model, task_name)
+        weights = ModelWeights.of_model(model, task_name)
         if model.encoder.config.region_word == "img" and task_name == PRETRAINING:
-            parts.encoder[MASKED_REGION_WORD] = parts.encoder[REGION_WORD]
-        if REGION_CLASSES[0] in parts.task and model.task.config.has_background_last:
-            parts.task.update({name: parts.task[name].roll(1, dims=0) for name in REGION_CLASSES})
-        official, left_out = to_official(parts)
+            weights.encoder[MASKED_REGION_WORD] = weights.encoder[REGION_WORD]
+        if REGION_CLASSES[0] in weights.task and model.task.config.has_background_last:
+            weights.task.update({name: weights.task[name].roll(1, dims=0) for name in REGION_CLASSES})
+        official, left_out = to_official(weights)
         save_weights(official, path, "state_dict")
         return left_out
 
@@ -181,7 +181,7 @@ def _find_task(names: Iterable[str]) -> str | None:
     return None
 
 
-def to_official(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
+def to_official(weights: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
     """Invert `OfficialVLBert.convert`.
 
     Returns:
@@ -189,25 +189,27 @@ def to_official(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
         that an official model of this task does not have: RPN and box head, learned vectors of pre-training, an unused
         pooler, and other objectives.
     """
-    check_task(parts.task_name, list(HEADS), "VL-BERT")
-    head, left_out = rename_head(parts.task, HEADS[parts.task_name])
-    left_out += [f"detector.{name}" for name in parts.detector if not name.startswith(("backbone.", "roi_heads.res5."))]
+    check_task(weights.task_name, list(HEADS), "VL-BERT")
+    head, left_out = rename_head(weights.task, HEADS[weights.task_name])
+    for name in weights.detector:
+        if not name.startswith(("backbone.", "roi_heads.res5.")):
+            left_out.append(f"detector.{name}")
     unread: tuple[str, ...] = ()  # prefixes of parameters that the official model does not have
-    if parts.task_name != PRETRAINING:
+    if weights.task_name != PRETRAINING:
         unread += PRETRAINING_EMBEDDINGS
-    if parts.task_name != "vcr" and "relationship.head.weight" not in parts.task:
+    if weights.task_name != "vcr" and "relationship.head.weight" not in weights.task:
         unread += ("pooler.",)
-    official = to_vl_bert(parts.detector) | head
-    for name, value in parts.encoder.items():
+    official = to_vl_bert(weights.detector) | head
+    for name, value in weights.encoder.items():
         names = SCALARS if value.ndim == 0 else ENCODER
         theirs = replace_module(name, invert(names))
         if theirs is None or name.startswith(unread):
             left_out.append(f"encoder.{name}")
         else:
             official[theirs] = value
-    if "word_head.bias" in parts.task:
-        official[DECODER] = parts.encoder[WORD_EMBEDDINGS]
-    if parts.task_name == "vcr":
+    if "word_head.bias" in weights.task:
+        official[DECODER] = weights.encoder[WORD_EMBEDDINGS]
+    if weights.task_name == "vcr":
         official = {name.replace("vlbert.", "vlbert._module.", 1): value for name, value in official.items()}
     return {f"module.{name}": value for name, value in official.items()}, left_out
 
