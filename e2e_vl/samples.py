@@ -283,17 +283,19 @@ class Question:
         masks_regions: bool = False,
         takes_choices: bool = False,
     ) -> Sample:
-        """The sample of one text about the images, with the given boxes as candidates.
+        """Return the sample of one text about the images, with the user's boxes as candidates.
 
         Args:
-            objects: the given boxes as annotated objects, for tasks whose texts name them; they are the candidates.
-            masks_regions: the task predicts masked boxes; then only the given ones are masked.
+            objects: the user's boxes as annotated objects, for tasks whose texts name them; they are the candidates.
+            masks_regions: the task predicts masked boxes; then only those of the user are masked.
         """
-        wanted = len(text.image_index)
-        if len(self.images) != wanted:
+        num_images = len(text.image_index)
+        if len(self.images) != num_images:
+            images = "images" if num_images > 1 else "image"
+            are = "are" if len(self.images) > 1 else "is"
             raise UserError(
-                f"Texts of this run are about {wanted} image{'s' if wanted > 1 else ''}, and {len(self.images)} "
-                f"{'are' if len(self.images) > 1 else 'is'} given; give {wanted} per text."
+                f"Texts of this run are about {num_images} {images}, and {len(self.images)} {are} given; "
+                f"give {num_images} per text."
             )
         unused = {
             "choices": bool(self.choices) and not takes_choices,
@@ -301,21 +303,16 @@ class Question:
             "boxes to mask": self.boxes_to_mask is not None and not masks_regions,
             "boxes of several images": bool(self.others) and (self.boxes is not None or self.boxes_to_mask is not None),
         }
-        if any(unused.values()):
-            raise UserError(f"This run takes no {' and no '.join(name for name in unused if unused[name])}.")
-        boxes = boxes_to_mask = None
+        unused_names = [name for name, is_unused in unused.items() if is_unused]
+        if unused_names:
+            raise UserError(f"This run takes no {' and no '.join(unused_names)}.")
+        boxes = None
         if objects is None and self.boxes is not None:
             boxes = CandidateBoxes(self.boxes.boxes, self.boxes.origin)
+        boxes_to_mask = None
         if masks_regions:
             boxes_to_mask = np.zeros((0, 4)) if self.boxes_to_mask is None else self.boxes_to_mask.boxes
-        images = [
-            SampleImage(
-                str(file),
-                file,
-                objects=objects,
-                boxes=boxes,
-                boxes_to_mask=boxes_to_mask,
-            )
-            for file in self.images
-        ]
+        images = []
+        for file in self.images:
+            images.append(SampleImage(str(file), file, objects=objects, boxes=boxes, boxes_to_mask=boxes_to_mask))
         return Sample(tuple(images), (text,), from_user=True)

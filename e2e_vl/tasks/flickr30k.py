@@ -80,7 +80,7 @@ class Flickr30KPreprocessor(Preprocessor):
         self, text: SampleText, sample: Sample, images: Sequence[LoadedImage], make_generator: GeneratorFactory
     ) -> Iterable[EncodedText]:
         [image] = images
-        pieces, places, _ = self.text_tokenizer.encode(text.words, mirrored=image.image_transform.flipped)
+        pieces, piece_offsets, _ = self.text_tokenizer.encode(text.words, mirrored=image.image_transform.flipped)
         encoding = self.text_tokenizer.single(pieces)
         truth = text.truth if isinstance(text.truth, EntityPhrases) else NO_PHRASES
         record = self.record(text, images, encoding)
@@ -88,25 +88,26 @@ class Flickr30KPreprocessor(Preprocessor):
         spans = truth.spans
         if self.config.occurrence == "first":
             spans = [first_occurrence(text.words, span) for span in spans]
-        own = encoding.source >= 0
-        offsets = np.zeros((len(own), 2), dtype=np.int64)
-        offsets[own] = places[encoding.source[own]]
-        found = [find_wordpieces(offsets, own, span) if own.any() else (0, 1) for span in spans]
-        targets = Flickr30KTargets(spans=np.array(found, dtype=np.int64).reshape(-1, 2))
+        is_word = encoding.source >= 0
+        offsets = np.zeros((len(is_word), 2), dtype=np.int64)
+        offsets[is_word] = piece_offsets[encoding.source[is_word]]
+        wordpieces = [(0, 1)] * len(spans)
+        if is_word.any():
+            wordpieces = [find_wordpieces(offsets, is_word, span) for span in spans]
+        targets = Flickr30KTargets(spans=np.array(wordpieces, dtype=np.int64).reshape(-1, 2))
         if truth.boxes is not None:
             targets.boxes = [image.image_transform.transform_boxes(boxes).astype(np.float32) for boxes in truth.boxes]
         yield EncodedText(encoding, text.image_index, record, targets)
 
 
 def first_occurrence(words: str, span: tuple[int, int]) -> tuple[int, int]:
-    """Character span of the first occurrence of a phrase in a text.
+    """Return the character span of the first occurrence of a phrase in a text.
 
     As in the official code, only whole words between single spaces match, and matching is case-sensitive.
     """
     phrase = words[slice(*span)]
-    for found in re.finditer(rf"(?<!\S){re.escape(phrase)}(?!\S)", words):
-        return found.span()
-    return span
+    occurrence = re.search(rf"(?<!\S){re.escape(phrase)}(?!\S)", words)
+    return span if occurrence is None else occurrence.span()
 
 
 class Flickr30KTask(Task):

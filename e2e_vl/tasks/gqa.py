@@ -25,19 +25,21 @@ from e2e_vl.tasks.submission import Submission
 def attention_to_regions(
     encoded: EncoderOutput, texts: TextBatch, attention_mask: Bool[Tensor, "M R"]
 ) -> Float[Tensor, "M R"]:
-    """The attention of each answer over the regions; sums to 1 per text, or 0 without attention on regions.
+    """Return the attention of each answer over the regions; sums to 1 per text, or 0 without attention on regions.
 
     Attention is taken from the last layer in which text attends to regions, at the position of the summary ([CLS] if
     the summary is the pooled vector), and averaged over the heads.
     """
-    length = texts.input_ids.shape[1]
+    first_region = texts.input_ids.shape[1]
+    regions = slice(first_region, first_region + attention_mask.shape[1])
     rows = torch.arange(len(texts), device=attention_mask.device)
-    place = torch.zeros_like(rows) if texts.summary is None else texts.summary
-    found = torch.zeros_like(attention_mask, dtype=torch.float32)
-    for one in encoded.attentions:
-        seen = one[rows, :, place, length : length + attention_mask.shape[1]].float().mean(dim=1) * attention_mask
-        found = torch.where((seen.sum(dim=1) > 0)[:, None], seen, found)
-    return found / found.sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    summary = torch.zeros_like(rows) if texts.summary is None else texts.summary
+    attention = torch.zeros_like(attention_mask, dtype=torch.float32)
+    for layer_attention in encoded.attentions:
+        layer_mean = layer_attention[rows, :, summary, regions].float().mean(dim=1) * attention_mask
+        sees_regions = layer_mean.sum(dim=1) > 0
+        attention = torch.where(sees_regions[:, None], layer_mean, attention)
+    return attention / attention.sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 class GQAVocabulary(QuestionVocabulary):

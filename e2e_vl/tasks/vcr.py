@@ -175,10 +175,14 @@ class Piece(NamedTuple):
 
 def name_objects(objects: Sequence[str], names: Sequence[str] = NEUTRAL_NAMES, start: int = 0) -> list[str]:
     """The name of each object in the text: people get the names in turn, from `start` on; other objects their class."""
-    result, person = [], start
+    result = []
+    person = start
     for name in objects:
-        result.append(names[person % len(names)] if name == PERSON else name)
-        person += name == PERSON
+        if name == PERSON:
+            result.append(names[person % len(names)])
+            person += 1
+        else:
+            result.append(name)
     return result
 
 
@@ -198,8 +202,12 @@ def name_objects_by_mention(
     """
     result = dict(named)
     person = 0 if restarts else sum(objects[number] == PERSON for number in named)
-    for number in (one for token in sentence if isinstance(token, list) for one in token):
-        if number not in result:
+    for token in sentence:
+        if isinstance(token, str):
+            continue
+        for number in token:
+            if number in result:
+                continue
             is_person = objects[number] == PERSON
             result[number] = names[person % len(names)] if is_person else objects[number]
             person += is_person
@@ -245,7 +253,8 @@ def rows_by_word_number(encoding: TextEncoding, *texts: Sequence[Piece]) -> Int6
     start of each text, so positions are too small after a word with several wordpieces, and too large if the front of
     the text was truncated. Positions beyond the end are dropped.
     """
-    rows, first = np.full(len(encoding.input_ids), -1, dtype=np.int64), 0
+    rows = np.full(len(encoding.input_ids), -1, dtype=np.int64)
+    first = 0
     for pieces in texts:
         for piece in pieces:
             position = int(np.flatnonzero(encoding.source == first)[0]) + piece.word
@@ -325,23 +334,27 @@ def choice_phrases(
     """
     characters = np.zeros((sum(map(len, texts)) + 1, 2), dtype=np.int64)  # the last row is for special wordpieces
     runs: list[tuple[int, int, int]] = []  # row of the box, first piece, last piece + 1
-    start = first = 0
-    for own, pieces in zip(words, texts, strict=True):
-        starts = [start, *(start + np.cumsum([len(word) + 1 for word in own]))]
-        for number, piece in enumerate(pieces, start=first):
-            characters[number] = starts[piece.word], starts[piece.word] + len(own[piece.word])
-        for (_, row), run in itertools.groupby(enumerate(pieces, start=first), lambda one: (one[1].word, one[1].row)):
-            found = [number for number, _ in run]
+    first_character = 0
+    first_piece = 0
+    for text_words, pieces in zip(words, texts, strict=True):
+        starts = [first_character, *(first_character + np.cumsum([len(word) + 1 for word in text_words]))]
+        for number, piece in enumerate(pieces, start=first_piece):
+            characters[number] = starts[piece.word], starts[piece.word] + len(text_words[piece.word])
+        start = first_piece
+        for (_, row), run in itertools.groupby(pieces, lambda piece: (piece.word, piece.row)):
+            end = start + len(list(run))
             if row >= 0:
-                runs.append((row, found[0], found[-1] + 1))
-        start, first = int(starts[-1]), first + len(pieces)
+                runs.append((row, start, end))
+            start = end
+        first_character = int(starts[-1])
+        first_piece += len(pieces)
     named_runs = [] if boxes is None else runs
-    position = {int(number): place for place, number in enumerate(encoding.source) if number >= 0}
-    spans = [(position[one], position[end - 1] + 1) for _, one, end in named_runs]
+    position_of = {int(number): position for position, number in enumerate(encoding.source) if number >= 0}
+    spans = [(position_of[start], position_of[end - 1] + 1) for _, start, end in named_runs]
     offsets = characters[encoding.source]
     continues = (offsets[1:] == offsets[:-1]).all(axis=1) & (offsets[1:, 1] > 0)
     return TextPhrases(
-        words=" ".join(word for own in words for word in own),
+        words=" ".join(itertools.chain.from_iterable(words)),
         offsets=offsets,
         continues_word=np.append(False, continues),
         spans=np.array(spans, dtype=np.int64).reshape(-1, 2),
@@ -380,17 +393,23 @@ class VCRPreprocessor(Preprocessor):
         if not isinstance(text, ChoiceText):
             yield self._encode_without_choices(text, images)
             return
-        [image], config = sample.images, self.config
+        [image] = sample.images
+        config = self.config
         names, rows = self._object_names(text, image.objects, image.candidates, make_generator)
         in_choices = self._names_in_choices(text, image.objects, names)
         fronts, choices = self._pieces(text, names, in_choices, rows)
-        named = zip(names, rows, image.objects.boxes, strict=True)
         query_words = [sentence_words(sentence, names, config.join_word) for sentence in text.query]
-        choice_words = [sentence_words(*one, config.join_word) for one in zip(text.choices, in_choices, strict=True)]
+        choice_words = []
+        for choice, choice_names in zip(text.choices, in_choices, strict=True):
+            choice_words.append(sentence_words(choice, choice_names, config.join_word))
+        named_boxes = []
+        for name, row, box in zip(names, rows, image.objects.boxes, strict=True):
+            if row >= 0:
+                named_boxes.append((name, tuple(box.tolist())))
         record = self.record(text, images) | {
             "text": " ".join(word for sentence in query_words for word, _ in sentence),
             "choices": [" ".join(word for word, _ in choice) for choice in choice_words],
-            "named_boxes": [(name, tuple(box.tolist())) for name, row, box in named if row >= 0],
+            "named_boxes": named_boxes,
         }
         boxes = phrases = None
         if text.names_are_phrases and self.text_tokenizer.with_phrase_spans:

@@ -68,12 +68,12 @@ class VQAVocabulary(QuestionVocabulary):
             return AnswerLabels(scores, best, {"answer_scores": scores})
         if not isinstance(truth, HumanAnswers):
             return None
-        given = [spelled(answer) for answer in truth.answers]
-        counted = [normalise_answer(answer) for answer in given] if self.normalised else given
+        answers = [spelled(answer) for answer in truth.answers]
+        counted = [normalise_answer(answer) for answer in answers] if self.normalised else answers
         known = Counter(self.class_of[answer] for answer in counted if answer in self.class_of)
         best = known.most_common(1)[0][0] if known else -1
-        record = {"answers": given, "multiple_choice_answer": truth.most_frequent}
-        return AnswerLabels(soft_scores(given, normalised=self.normalised), best, record)
+        record = {"answers": answers, "multiple_choice_answer": truth.most_frequent}
+        return AnswerLabels(soft_scores(answers, normalised=self.normalised), best, record)
 
 
 class VQATask(AnswerTask):
