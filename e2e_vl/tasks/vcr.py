@@ -398,20 +398,22 @@ class VCRPreprocessor(Preprocessor):
         names, rows = self._object_names(text, image.objects, image.candidates, make_generator)
         in_choices = self._names_in_choices(text, image.objects, names)
         fronts, choices = self._pieces(text, names, in_choices, rows)
-        query_words = [sentence_words(sentence, names, config.join_word) for sentence in text.query]
-        choice_words = []
+        query_words: list[str] = []
+        for sentence in text.query:
+            query_words += [word for word, _ in sentence_words(sentence, names, config.join_word)]
+        choice_words: list[list[str]] = []
         for choice, choice_names in zip(text.choices, in_choices, strict=True):
-            choice_words.append(sentence_words(choice, choice_names, config.join_word))
+            choice_words.append([word for word, _ in sentence_words(choice, choice_names, config.join_word)])
         named_boxes = []
         for name, row, box in zip(names, rows, image.objects.boxes, strict=True):
             if row >= 0:
                 named_boxes.append((name, tuple(box.tolist())))
         record = self.record(text, images) | {
-            "text": " ".join(word for sentence in query_words for word, _ in sentence),
-            "choices": [" ".join(word for word, _ in choice) for choice in choice_words],
+            "text": " ".join(query_words),
+            "choices": [" ".join(words) for words in choice_words],
             "named_boxes": named_boxes,
         }
-        boxes = phrases = None
+        boxes = None
         if text.names_are_phrases and self.text_tokenizer.with_phrase_spans:
             if config.ground_words:
                 raise UserError(
@@ -419,24 +421,24 @@ class VCRPreprocessor(Preprocessor):
                     "task.config.ground_words gives it that region; set one of them to false."
                 )
             boxes = images[text.image_index[0]].boxes
-        for number, pieces in enumerate(zip(fronts, choices, strict=True)):
-            encoding = self.text_tokenizer.pair(*([piece.id for piece in own] for own in pieces))
+        for number, (front, choice) in enumerate(zip(fronts, choices, strict=True)):
+            encoding = self.text_tokenizer.pair([piece.id for piece in front], [piece.id for piece in choice])
             region_of_token = None
             if config.ground_words and config.grounding_position == "word_number":
-                region_of_token = rows_by_word_number(encoding, *pieces)
+                region_of_token = rows_by_word_number(encoding, front, choice)
             elif config.ground_words:
-                region_of_token = encoding.place([piece.row for own in pieces for piece in own])
+                region_of_token = encoding.place([piece.row for piece in (*front, *choice)])
+            phrases = None
             if self.text_tokenizer.with_phrase_spans:
-                words = (
-                    [word for sentence in query_words for word, _ in sentence],
-                    [word for word, _ in choice_words[number]],
-                )
-                phrases = choice_phrases(encoding, pieces, words, boxes)
+                phrases = choice_phrases(encoding, (front, choice), (query_words, choice_words[number]), boxes)
             is_correct = None
             if text.truth is not None and text.is_learned:
                 is_correct = np.float32(number == text.truth.number)
             yield EncodedText(
-                *(encoding, text.image_index, record, VCRTargets(is_correct)),
+                encoding,
+                text.image_index,
+                record,
+                VCRTargets(is_correct),
                 region_of_token=region_of_token,
                 phrases=phrases,
             )
@@ -460,16 +462,20 @@ class VCRPreprocessor(Preprocessor):
         candidates: Sequence[int] | None,
         make_generator: GeneratorFactory,
     ) -> tuple[list[str], list[int]]:
-        """The name of each object in the front, and the row of its box (-1 = none)."""
-        people, start = self.config.people_names, 0
+        """Return the name of each object in the front, and the row of its box (-1 = none)."""
+        people = self.config.people_names
+        start = 0
         if self.text_tokenizer.training and self.config.rotate_names:
             # the third random number: the first two are for the image
             start = int(make_generator(text.index).random(3)[2] * len(people))
-        kept = range(len(objects)) if candidates is None else candidates
-        names, rows = list(objects.names), [-1] * len(objects)
-        shown_names = name_objects([objects.names[number] for number in kept], people, start)
-        for row, (number, name) in enumerate(zip(kept, shown_names, strict=True)):
-            names[number], rows[number] = name, row
+        if candidates is None:
+            candidates = range(len(objects))
+        names = list(objects.names)
+        rows = [-1] * len(objects)
+        candidate_names = name_objects([objects.names[number] for number in candidates], people, start)
+        for row, (number, name) in enumerate(zip(candidates, candidate_names, strict=True)):
+            names[number] = name
+            rows[number] = row
         if self.config.name_order == "mention":
             tokens = [token for sentence in text.query for token in sentence]
             by_mention = name_objects_by_mention(tokens, objects.names, people, {})
@@ -479,13 +485,17 @@ class VCRPreprocessor(Preprocessor):
     def _names_in_choices(self, text: ChoiceText, objects: AnnotatedObjects, names: list[str]) -> list[list[str]]:
         if self.config.name_order == "box":
             return [names] * len(text.choices)
-        tokens = [token for sentence in text.query for token in sentence if isinstance(token, list)]
-        named, people = {number: names[number] for token in tokens for number in token}, self.config.people_names
+        in_query: dict[int, str] = {}
+        for token in itertools.chain.from_iterable(text.query):
+            if isinstance(token, list):
+                in_query |= {number: names[number] for number in token}
+        people = self.config.people_names
         restarts = self.config.names_restart_in_choices
-        by_mention = [
-            name_objects_by_mention(one, objects.names, people, named, restarts=restarts) for one in text.choices
-        ]
-        return [[own.get(number, name) for number, name in enumerate(names)] for own in by_mention]
+        in_choices = []
+        for choice in text.choices:
+            by_mention = name_objects_by_mention(choice, objects.names, people, in_query, restarts=restarts)
+            in_choices.append([by_mention.get(number, name) for number, name in enumerate(names)])
+        return in_choices
 
     def _pieces(
         self, text: ChoiceText, names: list[str], in_choices: list[list[str]], rows: list[int]
