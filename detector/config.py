@@ -513,7 +513,7 @@ class R2CSpec(ResNetSpec):
             )
 
 
-class RegisteredBackbone(NamedTuple):
+class BackboneEntry(NamedTuple):
     """What the config knows of a backbone, and its network, which "module:Class" imports when it is built."""
 
     spec: BackboneSpec
@@ -528,12 +528,12 @@ class RegisteredBackbone(NamedTuple):
 
 # by MODEL.BACKBONE.NAME; the names of the last two are ours
 BACKBONES = {
-    C4_BACKBONE: RegisteredBackbone(ResNetSpec(), "detector.backbones.resnet:ResNet"),
-    FPN_BACKBONE: RegisteredBackbone(ResNetFPNSpec(), "detector.backbones.fpn:ResNetFPN"),
-    "build_mobilenet_v3_large_fpn_backbone": RegisteredBackbone(
+    C4_BACKBONE: BackboneEntry(ResNetSpec(), "detector.backbones.resnet:ResNet"),
+    FPN_BACKBONE: BackboneEntry(ResNetFPNSpec(), "detector.backbones.fpn:ResNetFPN"),
+    "build_mobilenet_v3_large_fpn_backbone": BackboneEntry(
         MobileNetFPNSpec(), "detector.backbones.mobilenet:MobileNetFPN"
     ),
-    R2C_BACKBONE: RegisteredBackbone(R2CSpec(), "detector.r2c:R2CTrunk"),
+    R2C_BACKBONE: BackboneEntry(R2CSpec(), "detector.r2c:R2CTrunk"),
 }
 
 

@@ -10,13 +10,15 @@ import pytest
 import torch
 from msgspec import structs
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torchvision.ops.misc import FrozenBatchNorm2d
 
-from detector.backbones.base import recompute_activations
+from detector.backbones.base import blocks_to_compile, recompute_activations
 from detector.backbones.fpn import ResNetFPN
 from detector.backbones.layers import AffineCache, ConvNorm, SyncBatchNorm, freeze, make_norm
 from detector.backbones.resnet import Res5, ResNet
 from detector.config import DetectorConfig, ResNetConfig, flatten
+from detector.errors import UserError
 from detector.roi_pooler import align_rois
 from tests.detector import published
 
@@ -265,6 +267,31 @@ def test_two_processes_equal_one(tmp_path: Path):
     for part in (first, second):
         torch.testing.assert_close(part[3], norm.running_mean)
         torch.testing.assert_close(part[4], norm.running_var)
+
+
+def test_on_a_gpu_the_statistics_are_those_of_torch(monkeypatch):
+    """A fake tensor says `cuda`; that torch's kernels agree with ours needs two GPUs."""
+    norms = []
+    monkeypatch.setattr(nn.SyncBatchNorm, "forward", lambda self, x: norms.append(self) or x)
+    norm = SyncBatchNorm(CHANNELS)
+    with FakeTensorMode():
+        norm(torch.empty(2, CHANNELS, 4, 4, device="cuda"))
+    norm(data()[0])
+    assert norms == [norm]
+
+
+def test_on_one_process_torchs_class_gives_the_same():
+    """Its `forward` finds all that it reads in ours."""
+    norm, other = SyncBatchNorm(CHANNELS), nn.BatchNorm2d(CHANNELS)
+    inputs, _ = data()
+    torch.testing.assert_close(nn.SyncBatchNorm.forward(norm, inputs), other(inputs))
+    torch.testing.assert_close(norm.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("ask", [lambda x: recompute_activations(x, x), blocks_to_compile])
+def test_a_backbone_without_blocks_is_named(ask):
+    with pytest.raises(UserError, match="The backbone Conv2d has no blocks"):
+        ask(nn.Conv2d(1, 1, 1))
 
 
 @torch.no_grad()

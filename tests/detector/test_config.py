@@ -132,3 +132,40 @@ def test_a_detector_of_the_model_zoo():
 def test_keys_that_contradict_each_other_are_named(keys: dict[str, Any], named: str):
     with pytest.raises(UserError, match=named):
         changed(**keys)
+
+
+def test_maps_that_the_backbone_does_not_have_are_answered_with_those_that_it_has():
+    with pytest.raises(UserError, match=r"must be maps of the backbone: res3, res4\.$"):
+        DetectorConfig.from_flat(
+            {
+                "MODEL.RESNETS.OUT_FEATURES": ["res3", "res4"],
+                "MODEL.ROI_HEADS.NAME": "StandardROIHeads",
+                "MODEL.RPN.IN_FEATURES": ["res5"],
+            }
+        )
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"BACKBONE.NAME": "build_swin"},
+            "MODEL.BACKBONE.NAME: invalid enum value 'build_swin'; choose from 'build_re",
+        ),
+        ({"RESNETS.NORM": "GN", "BACKBONE.NAME": "build_mobilenet_v3_large_fpn_backbone"}, "NORM GN is not supported"),
+        ({"BACKBONE.NAME": "build_r2c_backbone"}, "MODEL.R2C.FEATURE_DIM needs"),
+    ],
+)
+def test_what_a_backbone_cannot_follow_is_refused(keys: dict[str, Any], message: str):
+    flat = {f"MODEL.{key}": value for key, value in keys.items()}
+    if "mobilenet" in flat["MODEL.BACKBONE.NAME"]:
+        maps = {"RPN.IN_FEATURES": ["0"], "ROI_HEADS.IN_FEATURES": ["0"], "ROI_HEADS.NAME": "StandardROIHeads"}
+        flat |= {f"MODEL.{key}": value for key, value in maps.items()}
+    with pytest.raises(UserError, match=message):
+        DetectorConfig.from_flat(flat)
+
+
+def test_the_name_of_the_backbone_of_r2c_may_be_left_out():
+    config = DetectorConfig.from_flat({"MODEL.R2C.FEATURE_DIM": 8})
+    assert config.backbone == "build_r2c_backbone"
+    assert DetectorConfig.from_flat(config.to_flat()) == config

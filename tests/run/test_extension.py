@@ -12,8 +12,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 import e2e_vl
+from detector.checkpoint import load_checkpoint
+from detector.config import BACKBONES, BackboneEntry
+from detector.errors import UserError
 from e2e_vl import registry
 from e2e_vl.cli import main as tool
 from e2e_vl.config import RunConfig
@@ -25,14 +29,22 @@ from e2e_vl.registry import Entry
 from e2e_vl.run.build import build_examples, build_run
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.evaluate import evaluate_run
-from e2e_vl.run.train import train
+from e2e_vl.run.train import compile_blocks, train
 from tests.cli.calls import ask, first_image, is_picture, refused
-from tests.run.extensions import image_pairs, pooled_encoder, region_features, statements
-from tests.run.runs import ROOT, SHORT, TINY_DETECTOR, lose_newest, predictions_of
+from tests.run.extensions import conv_next, image_pairs, pooled_encoder, region_features, statements
+from tests.run.runs import ROOT, SHORT, TINY_DETECTOR, first_texts, lose_newest, predictions_of
 from tests.same import assert_same
 
 TINY = ROOT / "tests" / "run" / "extensions" / "tiny.yaml"
+REFCOCO = ROOT / "configs" / "tiny" / "refcoco.yaml"
 SCENES = "data.synthetic.scenes={train: 8, val: 4}"
+CONV_NEXT = (  # keys of the detector
+    "BACKBONE: {NAME: build_small_conv_next_fpn, FREEZE_AT: 0}, RESNETS: {NORM: FrozenBN}, "
+    "FPN: {IN_FEATURES: [res2, res3, res4]}, ANCHOR_GENERATOR: {SIZES: [[16], [32], [64], [96]]}, "
+    "RPN: {IN_FEATURES: [p2, p3, p4, p5], POST_NMS_TOPK_TEST: 12}, "
+    "ROI_HEADS: {NAME: StandardROIHeads, IN_FEATURES: [p2, p3, p4], SCORE_THRESH_TEST: 0.0}, "
+    "ROI_BOX_HEAD: {NAME: FastRCNNConvFCHead, NUM_FC: 1, FC_DIM: 16}"
+)
 POOLED = {"name": "pooled", "config": {"hidden_size": 16}}
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -46,6 +58,8 @@ def settings(tmp_path, monkeypatch) -> Callable[..., RunConfig]:
     monkeypatch.setitem(registry.TASKS, "statements", Entry(statements.StatementConfig, statements.StatementTask))
     objective = Entry(region_features.RegionFeaturesConfig, region_features.RegionFeatures)
     monkeypatch.setitem(registry.OBJECTIVES, "region_features", objective)
+    backbone = BackboneEntry(conv_next.ConvNeXtFPNSpec(), conv_next.ConvNeXtFPN)
+    monkeypatch.setitem(BACKBONES, "build_small_conv_next_fpn", backbone)
 
     def make(*words: str, config: Path = TINY, **sections: dict) -> RunConfig:
         places = TINY_DETECTOR, f"data.root={tmp_path / 'data'}", f"output={tmp_path / 'run'}"
@@ -139,3 +153,62 @@ def test_an_objective(settings, tmp_path):
     assert {name.split(".")[0] for name in load_model(run)[1].task.state_dict()} == {"region_features"}
     record = asked(run, tmp_path / "answer", first_image(run), "a circle", "--mask", "5,6,40,50")
     assert len(record["metadata"]["feature_norms"]) == 1
+
+
+def with_conv_next(freeze_at: int = 0, norm: str = "FrozenBN") -> tuple[str, ...]:
+    """Return settings of a detector with the small ConvNeXt, trained with its detection losses."""
+    keys = CONV_NEXT.replace("FREEZE_AT: 0", f"FREEZE_AT: {freeze_at}").replace("NORM: FrozenBN", f"NORM: {norm}")
+    return SCENES, f"detector.overrides.MODEL={{{keys}}}", "detector.loss_weight=1"
+
+
+def test_a_backbone(settings, tmp_path):
+    words = "eval.boxes=[gt,online]", "train.activation_checkpointing=true"
+    config = settings(*with_conv_next(), *words, config=REFCOCO)
+    run = live(config)
+    trained = load_model(run)[1].detector
+    assert type(trained.backbone).__name__ == "ConvNeXtFPN"
+    assert asked(run, tmp_path / "answer", first_image(run), "the red circle")["regions"]
+
+    started = build_run(msgspec.structs.replace(config, output=str(tmp_path / "started"))).model.detector
+    report = load_checkpoint(started, run / "model" / "detector", expect="backbone")
+    loaded = {name for name in started.state_dict() if name not in report.missing}
+    assert loaded == {f"backbone.bottom_up.{name}" for name in started.backbone.bottom_up.state_dict()}
+    weights = started.backbone.bottom_up.state_dict()
+    torch.testing.assert_close(weights, trained.backbone.bottom_up.state_dict(), rtol=0, atol=0)
+
+
+def test_the_task_trains_the_first_layer_of_a_backbone(settings):
+    run = build_run(settings(*with_conv_next(), config=REFCOCO))
+    batch = first_texts(run, images=2)
+    gradients = []
+    for is_recomputed in (False, True):
+        if is_recomputed:
+            run.model.recompute_activations()
+        run.model.zero_grad()
+        torch.manual_seed(0)  # of the sampled RoIs
+        output = run.model(batch)
+        sum(loss.mean for loss in output.task.losses.values()).backward()
+        gradients.append(run.model.detector.backbone.bottom_up.stem[0].weight.grad.clone())
+    assert gradients[0].abs().max() > 0
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_a_backbone_is_frozen_and_compiled(settings, monkeypatch):
+    model = build_run(settings(*with_conv_next(freeze_at=2), config=REFCOCO)).model
+    bottom_up = model.detector.backbone.bottom_up
+    stages = (bottom_up.stem, bottom_up.res2, bottom_up.res3)
+    assert [any(weight.requires_grad for weight in stage.parameters()) for stage in stages] == [False, False, True]
+
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: compiled.append(type(self).__name__))
+    compile_blocks(model)
+    assert compiled.count("ConvNeXtBlock") == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"freeze_at": 5}, "FREEZE_AT 5 is more than the 4 stages"), ({"norm": "SyncBN"}, "NORM SyncBN is not supported")],
+)
+def test_what_a_backbone_cannot_follow_is_refused(settings, changes, message):
+    with pytest.raises(UserError, match=message):
+        build_run(settings(*with_conv_next(**changes), config=REFCOCO))
