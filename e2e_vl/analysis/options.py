@@ -74,9 +74,9 @@ class AnalysisConfig(msgspec.Struct, frozen=True):
     ] = "error"
     first_number: Annotated[Literal[0, 1], Meta(description="number of the first layer and head in the output")] = 0
 
-    def require_parses(self, *, given: bool) -> None:
+    def require_parses(self, *, has_parses: bool) -> None:
         """Raise an error if an option needs parses and there are none."""
-        if self.entity_piece == "head" and not given:
+        if self.entity_piece == "head" and not has_parses:
             raise UserError(
                 "--entity-piece head needs parses to find the head word of a phrase; give --parses or --spacy, or "
                 "choose another --entity-piece."

@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     if args.data is not None:
         load_config(args.data, [*data_overrides, "output=unused"])
     options = decode({name: getattr(args, name) for name, *_ in list_options()}, AnalysisConfig, "options")
-    options.require_parses(given=args.parses is not None or args.spacy is not None)
+    options.require_parses(has_parses=args.parses is not None or args.spacy is not None)
     for head in args.heads:
         parse_head(head, options.first_number)
     status = run_in_processes(args, "analyze-attention", argv)

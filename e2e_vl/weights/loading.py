@@ -109,11 +109,14 @@ def load_encoder(encoder: nn.Module, path: str | Path, rules: InitRules) -> Load
     copied = []
     if source.adapter is not None:
         tensors, copied = source.adapter.adapt(tensors, encoder)
-        allow_missing = [name for name in encoder.state_dict() if not name.startswith(tuple(source.adapter.required))]
+        required = tuple(source.adapter.required)
+        allow_missing = [name for name in encoder.state_dict() if not name.startswith(required)]
     optional = rules.collect("optional")
     pretraining_only = rules.collect("pretraining_only")
     if source.task_name not in (None, rules.task_name):
-        allow_missing += optional if source.transferable else (*optional, *pretraining_only)
+        allow_missing += optional
+        if not source.transferable:
+            allow_missing += pretraining_only
         if source.transferable and TASKS[rules.task_name].cls.copies_first_segment:
             for name in tensors.keys() & rules.collect("segment_tables"):
                 rows = [0, 0, *range(2, len(tensors[name]))]
@@ -127,7 +130,7 @@ def load_encoder(encoder: nn.Module, path: str | Path, rules: InitRules) -> Load
             is_in_weights = any(name.startswith(f"{module_name}.") for name in tensors)
             if not is_in_weights:
                 zero.append(module_name)
-    allow_missing = [*allow_missing, *(f"{name}." for name in zero)]
+    allow_missing += [f"{name}." for name in zero]
     report = load_weights(
         encoder,
         tensors,
