@@ -43,11 +43,13 @@ def area(boxes: Num[Array, "*R 4"], plus_one: bool = False) -> Num[Array, "*R"]:
 def pairwise_iou(
     boxes1: Num[Array, "rows 4"], boxes2: Num[Array, "columns 4"], plus_one: bool = False
 ) -> Float[Array, "rows columns"]:
-    """Intersection over union of every pair; 0 where boxes do not overlap. `plus_one`: treat coordinates as inclusive
-    pixel indices (VOC, RefCOCO's official evaluation, VL-BERT's labels).
+    """Return the intersection over union of every pair; 0 where boxes do not overlap.
+
+    `plus_one`: treat coordinates as inclusive pixel indices (VOC, RefCOCO's official evaluation, VL-BERT's labels).
     """
     is_numpy = isinstance(boxes1, np.ndarray)
-    first, second = torch.as_tensor(boxes1), torch.as_tensor(boxes2)
+    first = torch.as_tensor(boxes1)
+    second = torch.as_tensor(boxes2)
     extra = 1 if plus_one else 0
     top_left = torch.maximum(first[:, None, :2], second[None, :, :2])
     bottom_right = torch.minimum(first[:, None, 2:], second[None, :, 2:])
@@ -77,8 +79,8 @@ def rescale_detections(
     """
     scale_y, scale_x = float(output_size[0]) / float(size[0]), float(output_size[1]) / float(size[1])
     scaled = clip_boxes_to_image(boxes * boxes.new_tensor([scale_x, scale_y, scale_x, scale_y]), output_size)
-    kept = is_larger(scaled).nonzero()[:, 0]
-    return scaled[kept], kept
+    rows = is_larger(scaled).nonzero()[:, 0]
+    return scaled[rows], rows
 
 
 def encode_deltas(
@@ -216,8 +218,9 @@ def match(
 def subsample(
     labels: Sequence[Int8[Tensor, " _candidates"]], number: int, positive_fraction: float
 ) -> list[tuple[Int64[Tensor, " _positives"], Int64[Tensor, " _negatives"]]]:
-    """Positive and negative rows of each image to train on, in random order (torch's global generator): at most `number
-    * positive_fraction` positives, filled up with negatives.
+    """Return the positive and negative rows of each image to train on, in random order (torch's global generator).
+
+    They are at most `number * positive_fraction` positives, filled up with negatives.
 
     The numbers drawn are those of Detectron2. The host waits for a GPU once, for the counts of all images. `labels`: of
     each image; 1 positive, 0 negative, -1 ignored.
@@ -271,12 +274,12 @@ def nms_per_image(
     if jointly is None:
         jointly = boxes.device.type not in ("cpu", *WITHOUT_FLOAT64) and len(boxes) <= MAX_JOINT_NMS
     if not jointly:
-        kept = []
+        rows_of_images = []
         for number in range(len(sizes)):
-            own = image == number
-            rows = (own if is_usable is None else own & is_usable).nonzero()[:, 0]
-            kept.append(rows[batched_nms(boxes[rows], scores[rows], group[rows], threshold)[:limit]])
-        return kept
+            is_of_image = image == number
+            rows = (is_of_image if is_usable is None else is_of_image & is_usable).nonzero()[:, 0]
+            rows_of_images.append(rows[batched_nms(boxes[rows], scores[rows], group[rows], threshold)[:limit]])
+        return rows_of_images
     side = max(max(size) for size in sizes) + 1
     moved = boxes.double() + ((image * num_groups + group) * side)[:, None]
     scores, owner = scores.double(), image
@@ -298,8 +301,9 @@ MAX_NMS_THRESHOLDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 def select_regions(
     scores: Float[Tensor, " R"] | Float[np.ndarray, " R"], rule: SelectionRule
 ) -> Int64[Tensor, " kept"]:
-    """Select boxes like VL-BERT: those with a high enough score, within the limits on their number. Returns indices in
-    order of descending score; equal scores keep their order.
+    """Select boxes like VL-BERT: those with a high enough score, within the limits on their number.
+
+    Returns indices in order of descending score; equal scores keep their order.
     """
     scores = _check_scores(torch.as_tensor(scores))
     return scores.argsort(descending=True, stable=True)[: _num_selected(scores, rule)]
@@ -361,10 +365,10 @@ def select_max_nms(
     """
     _check_scores(scores)
     for threshold in MAX_NMS_THRESHOLDS:
-        kept = nms(boxes.float(), scores.float(), threshold)
-        if len(kept) >= rule.min_regions:
+        rows = nms(boxes.float(), scores.float(), threshold)
+        if len(rows) >= rule.min_regions:
             break
-    return kept[: rule.max_regions], threshold
+    return rows[: rule.max_regions], threshold
 
 
 def best_class_boxes(

@@ -84,8 +84,8 @@ def find_weights(path: str | Path) -> Path:
     path = resolve_weights(path)
     if isinstance(path, PublishedWeights):
         return download_weights(path)
-    found = next((file for file in (path, *(path / name for name in IN_FOLDERS)) if file.is_file()), None)
-    if found is None:
+    weights_file = next((file for file in (path, *(path / name for name in IN_FOLDERS)) if file.is_file()), None)
+    if weights_file is None:
         similar = suggest_names(path)
         hint = ""
         if path.is_dir():
@@ -95,7 +95,7 @@ def find_weights(path: str | Path) -> Path:
         elif not path.suffix:
             hint = " Give a file or a folder that exists, or published weights by a name in docs/detectors.md."
         raise MissingFileError(f"{path}: no such weights file.{hint}")
-    return found
+    return weights_file
 
 
 def read_weights(path: str | Path) -> WeightsFile:
@@ -327,22 +327,25 @@ def load_weights(
     """
     if isinstance(module, Detector):
         tensors = _drop_config_buffers(module.config, tensors, source)
-    own, wanted = module.state_dict(), tuple(only)
-    used = {name: value for name, value in tensors.items() if name in own and name.startswith(wanted)}
+    state = module.state_dict()
+    prefixes = tuple(only)
+    used = {name: value for name, value in tensors.items() if name in state and name.startswith(prefixes)}
     counter = "num_batches_tracked"  # affects no output; frozen batch norms do not have it
-    names = [name for name in own if not name.endswith(counter)]
-    fits = {name: used[name].shape == own[name].shape for name in names if name in used}
+    names = [name for name in state if not name.endswith(counter)]
+    fits = {name: used[name].shape == state[name].shape for name in names if name in used}
     report = LoadReport(
         matched=[name for name in fits if fits[name]],
         missing=[name for name in names if name not in used],
         unexpected=[name for name in tensors if name not in used and not name.endswith(counter)],
-        mismatched=[f"{name} {list(used[name].shape)} -> {list(own[name].shape)}" for name in fits if not fits[name]],
+        mismatched=[f"{name} {list(used[name].shape)} -> {list(state[name].shape)}" for name in fits if not fits[name]],
         layout=layout,
     )
+    missing = [name for name in report.missing if name.startswith(prefixes)]
+    unexpected = [name for name in report.unexpected if name.startswith(prefixes)]
     refused = dataclasses.replace(
         report,
-        missing=[n for n in report.missing if n.startswith(wanted) and not n.startswith(tuple(allow_missing))],
-        unexpected=[n for n in report.unexpected if n.startswith(wanted) and not n.startswith(tuple(allow_unexpected))],
+        missing=[name for name in missing if not name.startswith(tuple(allow_missing))],
+        unexpected=[name for name in unexpected if not name.startswith(tuple(allow_unexpected))],
     )
     if not refused.is_complete:
         part = " To load a part of it, expect no_attributes, no_predictor or backbone."
@@ -371,9 +374,10 @@ def _drop_config_buffers(config: DetectorConfig, tensors: dict[str, Tensor], sou
     for name, (value, key) in expected.items():
         if name not in tensors:
             continue
-        found, value = tensors[name].float().flatten(), value.flatten()
-        if len(found) != len(value) or not torch.allclose(found, value, rtol=0, atol=TOLERANCE):
-            shown = [round(number, 2) for number in found[:8].tolist()]
+        stored = tensors[name].float().flatten()
+        value = value.flatten()
+        if len(stored) != len(value) or not torch.allclose(stored, value, rtol=0, atol=TOLERANCE):
+            shown = [round(number, 2) for number in stored[:8].tolist()]
             raise UserError(f"{source}: its {name} {shown} differs from {key} in the config; correct the config.")
     return {name: value for name, value in tensors.items() if name not in expected}
 

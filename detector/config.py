@@ -78,9 +78,11 @@ OUR_KEYS: tuple[str, ...] = (
     "MODEL.R2C.FROZEN_STATISTICS",
 )
 
-C4_BACKBONE, FPN_BACKBONE = "build_resnet_backbone", "build_resnet_fpn_backbone"
+C4_BACKBONE = "build_resnet_backbone"
+FPN_BACKBONE = "build_resnet_fpn_backbone"
 R2C_BACKBONE = "build_r2c_backbone"
-RES5_HEADS, STANDARD_HEADS = "Res5ROIHeads", "StandardROIHeads"
+RES5_HEADS = "Res5ROIHeads"
+STANDARD_HEADS = "StandardROIHeads"
 STAGES = ("res2", "res3", "res4", "res5")
 NORM_EPS = 1e-5  # epsilon of frozen batch norms, as in Detectron2
 BACKENDS = ("builtin", "detectron2")  # detectors that this file configures
@@ -669,9 +671,10 @@ class DetectorConfig(Struct, frozen=True):
         """Convert to dotted keys and plain values; `OUR_KEYS` are included only if they differ from their default."""
         flat = dict(FIXED)
         unused = _unused_groups(self.backbone, self.roi_heads.name)
-        for key, (group, found) in KEYS.items():
-            value = getattr(getattr(self, group) if group else self, found.name)
-            if value != found.default if key in OUR_KEYS else group not in unused:
+        for key, (group, setting) in KEYS.items():
+            value = getattr(getattr(self, group) if group else self, setting.name)
+            is_written = value != setting.default if key in OUR_KEYS else group not in unused
+            if is_written:
                 flat[key] = msgspec.json.decode(msgspec.json.encode(value))  # tuples become lists
         return flat
 
@@ -682,11 +685,11 @@ class DetectorConfig(Struct, frozen=True):
 
 # dotted key -> (group, field); the group is None for fields of `DetectorConfig` itself
 KEYS: dict[str, tuple[str | None, msgspec.structs.FieldInfo]] = {}
-for _found in msgspec.structs.fields(DetectorConfig):
-    if isinstance(_found.type, type) and issubclass(_found.type, Struct):
-        KEYS |= {leaf.encode_name: (_found.name, leaf) for leaf in msgspec.structs.fields(_found.type)}
+for _setting in msgspec.structs.fields(DetectorConfig):
+    if isinstance(_setting.type, type) and issubclass(_setting.type, Struct):
+        KEYS |= {leaf.encode_name: (_setting.name, leaf) for leaf in msgspec.structs.fields(_setting.type)}
     else:
-        KEYS[_found.encode_name] = (None, _found)
+        KEYS[_setting.encode_name] = (None, _setting)
 
 
 def _format_error(error: msgspec.ValidationError) -> str:
@@ -698,7 +701,7 @@ def _format_error(error: msgspec.ValidationError) -> str:
     hint = KEYS[key][1].type
     while typing.get_origin(hint) not in (None, Literal):
         hint = typing.get_args(hint)[0]
-    choices = f"; choose from {', '.join(repr(one) for one in typing.get_args(hint))}" if "enum" in reason else ""
+    choices = f"; choose from {', '.join(repr(choice) for choice in typing.get_args(hint))}" if "enum" in reason else ""
     return f"{key}: {reason[:1].lower()}{reason[1:]}{choices}."
 
 
@@ -769,7 +772,8 @@ def _complete_selection(
     if min_score is UNSET:
         min_score = default_score
     else:
-        default_min, default_max = 0, None
+        default_min = 0
+        default_max = None
     if min_regions is UNSET:
         has_limit = max_regions is not UNSET and max_regions is not None
         min_regions = min(default_min, max_regions) if has_limit else default_min

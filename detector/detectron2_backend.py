@@ -140,8 +140,8 @@ class Detectron2Detector(TwoStageDetector):
         )
 
     def propose(self, rpn_output: LevelOutputs, sizes: ImageSizes) -> ImageBoxes:
-        found = self.proposal_generator.predict_proposals(*rpn_output, sizes)
-        return [instances.proposal_boxes.tensor for instances in found]
+        proposals = self.proposal_generator.predict_proposals(*rpn_output, sizes)
+        return [instances.proposal_boxes.tensor for instances in proposals]
 
     def rpn_losses(self, rpn_output: LevelOutputs, targets: DetectionTargets, sizes: ImageSizes) -> dict[str, Loss]:
         rpn = self.proposal_generator
@@ -167,10 +167,12 @@ class Detectron2Detector(TwoStageDetector):
             losses = predictor.losses(predictor(inputs), sampled.instances)
         losses = to_sums(losses, len(inputs))
         if predictor.has_attributes and targets.attributes is not None:
-            labels = [
-                rows.gt_attributes if rows.has("gt_attributes") else given.new_full((len(rows), given.shape[1]), -1)
-                for rows, given in zip(sampled.instances, targets.attributes, strict=True)
-            ]
+            labels = []
+            for rows, attributes in zip(sampled.instances, targets.attributes, strict=True):
+                if rows.has("gt_attributes"):
+                    labels.append(rows.gt_attributes)
+                else:  # an image without objects
+                    labels.append(attributes.new_full((len(rows), attributes.shape[1]), -1))
             classes = torch.cat([rows.gt_classes for rows in sampled.instances])
             losses["loss_attribute"] = predictor.attribute_loss(inputs, classes, torch.cat(labels))
         return losses
@@ -220,11 +222,11 @@ class Detectron2Detector(TwoStageDetector):
             Instances(size, proposal_boxes=Boxes(boxes)) for size, boxes in zip(sizes, proposals, strict=True)
         ]
         with torch.no_grad():
-            found, index = self.roi_heads.box_predictor.inference(predictions, candidates)
+            detections, index = self.roi_heads.box_predictor.inference(predictions, candidates)
         return Detections(
-            boxes=[rows.pred_boxes.tensor for rows in found],
-            scores=[rows.scores for rows in found],
-            classes=[rows.pred_classes for rows in found],
+            boxes=[rows.pred_boxes.tensor for rows in detections],
+            scores=[rows.scores for rows in detections],
+            classes=[rows.pred_classes for rows in detections],
             proposal_index=index,
         )
 
@@ -247,7 +249,8 @@ def build_parts(cfg: CfgNode, config: DetectorConfig) -> tuple[nn.Module, nn.Mod
     Detectron2's `build_model` supports ResNet-18 and -34 only with RES2_OUT_CHANNELS 64; for other widths, the same
     classes are combined here.
     """
-    resnet, fpn = config.resnet, config.fpn
+    resnet = config.resnet
+    fpn = config.fpn
     if resnet.depth >= 50 or resnet.res2_out_channels == 64:
         model = build_model(cfg)
         return model.backbone, model.proposal_generator, model.roi_heads
@@ -261,7 +264,8 @@ def build_parts(cfg: CfgNode, config: DetectorConfig) -> tuple[nn.Module, nn.Mod
 
 def build_shallow_resnet(config: ResNetConfig) -> nn.Module:
     """Build a ResNet-18 or -34 of any width."""
-    stages, channels = [], config.stem_out_channels
+    stages = []
+    channels = config.stem_out_channels
     last = STAGES.index(config.out_features[-1])
     for name, num_blocks in list(zip(STAGES, BLOCKS_PER_STAGE[config.depth], strict=True))[: last + 1]:
         stage = ResNet.make_stage(
@@ -291,9 +295,9 @@ def apply_settings(backbone: nn.Module, rpn: nn.Module, heads: nn.Module, config
         resnet = getattr(backbone, "bottom_up", backbone)
         resnet.stem = Stem(resnet.stem.conv1, settings.stem_pool)
     if config.anchors.cell_anchors:
-        wanted = configured_cell_anchors(config.anchors, len(config.rpn.in_features))
-        for cells, given in zip(rpn.anchor_generator.cell_anchors, wanted, strict=True):
-            cells.copy_(given)
+        cell_anchors = configured_cell_anchors(config.anchors, len(config.rpn.in_features))
+        for cells, anchors in zip(rpn.anchor_generator.cell_anchors, cell_anchors, strict=True):
+            cells.copy_(anchors)
     if config.has_box_head:
         return
     if settings.stem_pool == "none":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import itertools
 from typing import Any
 
 import torch
@@ -42,8 +43,9 @@ from detector.structures import (
 
 
 class TwoStageDetector(Detector):
-    """What both backends share: the order of the steps of a forward pass. The steps run the built-in modules here; the
-    Detectron2 backend overrides them.
+    """What both backends share: the order of the steps of a forward pass.
+
+    The steps run the built-in modules here; the Detectron2 backend overrides them.
 
     The outputs of `run_rpn` and `sample` may have any type: they are only passed from step to step. `sizes` holds N
     (height, width) of the images without padding.
@@ -145,10 +147,12 @@ class TwoStageDetector(Detector):
                 proposals = self.propose(rpn_output, sizes)
             detections, proposal_features = self.detect(features, proposals, sizes)
             if self.config.roi_heads.features_of == "final":
-                groups["regions"], proposal_features = detections.boxes, None
+                groups["regions"] = detections.boxes
+                proposal_features = None
             elif self.training or torch.is_grad_enabled():  # describe the chosen proposals once more
                 pairs = zip(proposals, detections.proposal_index, strict=True)
-                groups["regions"], proposal_features = [rows[index] for rows, index in pairs], None
+                groups["regions"] = [rows[index] for rows, index in pairs]
+                proposal_features = None
         if sampled is not None:
             groups["sampled"] = sampled.boxes
         pooled = self._describe(features, groups, roi_masks)
@@ -160,7 +164,8 @@ class TwoStageDetector(Detector):
         if detections is not None:
             groups["regions"] = detections.boxes
         group = "regions" if "regions" in groups else "sampled"
-        region_boxes, region_features = groups[group], pooled[group]
+        region_boxes = groups[group]
+        region_features = pooled[group]
         if whole_image:
             region_boxes = prepend(groups["whole"], region_boxes)
             pairs = zip(pooled["whole"], region_features, strict=True)
@@ -178,12 +183,15 @@ class TwoStageDetector(Detector):
             return {}
         masks = None
         if roi_masks is not None:
-            pairs = [(name, *pair) for name, boxes in groups.items() for pair in zip(boxes, roi_masks, strict=True)]
-            masks = [mask if name == "regions" else mask.new_ones(len(b), *mask.shape[1:]) for name, b, mask in pairs]
+            masks = []
+            for name, boxes in groups.items():
+                for rows, mask in zip(boxes, roi_masks, strict=True):
+                    masks.append(mask if name == "regions" else mask.new_ones(len(rows), *mask.shape[1:]))
             masks = torch.cat(masks)
         rois = torch.cat([to_rois(boxes) for boxes in groups.values()])
         pooled = self.describe(features, rois, masks)
-        split = iter(pooled.split([len(rows) for boxes in groups.values() for rows in boxes]))
+        counts = [len(rows) for rows in itertools.chain.from_iterable(groups.values())]
+        split = iter(pooled.split(counts))
         return {name: [next(split) for _ in boxes] for name, boxes in groups.items()}
 
     def _make_regions(self, boxes: list[Float[Tensor, "_R 4"]], features: list[RoIFeatures]) -> Regions:
@@ -202,9 +210,11 @@ class TwoStageDetector(Detector):
         if detections is None:
             first = int(whole_image)  # row 0 is the whole image then
             best = [logits[first:].softmax(dim=1)[:, :-1].max(dim=1) for logits in regions.class_logits]
-            scores, classes = [pair.values for pair in best], [pair.indices for pair in best]
+            scores = [pair.values for pair in best]
+            classes = [pair.indices for pair in best]
         else:
-            scores, classes = detections.scores, detections.classes
+            scores = detections.scores
+            classes = detections.classes
         if whole_image:
             scores = [torch.cat((rows.new_ones(1), rows)) for rows in scores]
             classes = [torch.cat((rows.new_full((1,), self.num_classes), rows)) for rows in classes]
@@ -212,10 +222,10 @@ class TwoStageDetector(Detector):
 
     def _check_inputs(self, boxes: ImageBoxes | None, targets: DetectionTargets | None, names: list[str]) -> None:
         """A GPU waits once, unless something is wrong."""
-        given = [*(boxes or []), *([] if targets is None else targets.boxes)]
-        if not given:
+        all_boxes = [*(boxes or []), *([] if targets is None else targets.boxes)]
+        if not all_boxes:
             return
-        is_valid = are_valid(torch.cat(given)).all()
+        is_valid = are_valid(torch.cat(all_boxes)).all()
         if targets is not None:
             classes = torch.cat(targets.classes)
             is_valid &= ((classes >= 0) & (classes < self.num_classes)).all()

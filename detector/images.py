@@ -132,9 +132,10 @@ def make_image_batch(
     names: Sequence[str],
     pad_to: tuple[int, int] | None = None,
 ) -> ImageBatch:
-    """Batch images, padded with zeros on the right and at the bottom. `pad_to`: (H, W) of the batch; default: the
-    maximum over its images, as in Detectron2. Features depend slightly on the padding, so a fixed size makes them
-    independent of the other images in the batch.
+    """Batch images, padded with zeros on the right and at the bottom.
+
+    `pad_to`: (H, W) of the batch; default: the maximum over its images, as in Detectron2. Features depend slightly on
+    the padding, so a fixed size makes them independent of the other images in the batch.
     """
     for image, name in zip(images, names, strict=True):
         if pad_to is not None and (image.shape[0] > pad_to[0] or image.shape[1] > pad_to[1]):

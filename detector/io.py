@@ -162,8 +162,8 @@ def decode_yaml(text: str | bytes, name: str) -> Any:
         parts = [getattr(error, "context", None), getattr(error, "problem", None)]
         reason = ", ".join(filter(None, parts)) or first_line(error)
         mark = getattr(error, "problem_mark", None)
-        place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-        raise UserError(f"{name} is not valid YAML: {reason}{place}.") from error
+        position = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        raise UserError(f"{name} is not valid YAML: {reason}{position}.") from error
 
 
 class _YamlLoader(yaml.SafeLoader):
@@ -293,8 +293,9 @@ class RestrictedUnpickler(pickle.Unpickler):
 
 
 def read_pickle(path: str | Path, encoding: str = "latin1") -> Any:
-    """Read a pickle of plain values and numeric arrays without executing code. `encoding`: encoding of strings written
-    by Python 2. Arrays need latin1.
+    """Read a pickle of plain values and numeric arrays without executing code.
+
+    `encoding`: encoding of strings written by Python 2. Arrays need latin1.
     """
     with reading(path, Exception), Path(path).open("rb") as file:  # damaged pickles raise many types
         return RestrictedUnpickler(file, encoding=encoding).load()
@@ -379,10 +380,10 @@ def atomic_files(folder: Path, last: str) -> Iterator[Path]:
         _sync_all(part)
         (folder / last).unlink(missing_ok=True)
         for made in sorted(part.iterdir(), key=lambda path: path.name == last):
-            place = folder / made.name
-            if place.is_dir():
-                shutil.rmtree(place)
-            made.replace(place)
+            target = folder / made.name
+            if target.is_dir():
+                shutil.rmtree(target)
+            made.replace(target)
     finally:
         shutil.rmtree(part, ignore_errors=True)
     flush_to_disk(folder)
@@ -394,11 +395,11 @@ def remove_leftovers(folder: Path) -> None:
     If a process was killed between the two renames of `atomic_folder`, the old folder is restored.
     """
     for old in folder.glob(f".*{_OLD}"):
-        place = old.with_name(old.name[1 : -len(_OLD)])
-        if place.exists():
+        target = old.with_name(old.name[1 : -len(_OLD)])
+        if target.exists():
             shutil.rmtree(old, ignore_errors=True)
         else:
-            old.rename(place)
+            old.rename(target)
     for part in folder.glob(f".*{_PART}"):
         if part.is_dir():
             shutil.rmtree(part, ignore_errors=True)

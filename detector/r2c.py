@@ -93,14 +93,15 @@ class R2CHead(nn.Module):
 
     def __init__(self, config: DetectorConfig, sizes: NetworkSizes) -> None:
         super().__init__()
-        own, classes = config.r2c, config.roi_heads.num_classes + 1
+        r2c = config.r2c
+        classes = config.roi_heads.num_classes + 1
         channels4, channels5 = (EXPANSION * width for width in sizes.widths[2:])
-        self.mask_channels = own.mask_channels
-        self.mask_filter = nn.Conv2d(1, own.mask_channels, 3, stride=2, padding=1)
+        self.mask_channels = r2c.mask_channels
+        self.mask_filter = nn.Conv2d(1, r2c.mask_channels, 3, stride=2, padding=1)
         self.res5 = _make_blocks(config.resnet, sizes, 3, channels4, stride=1)
-        self.class_embedding = nn.Embedding(classes, own.class_dim) if own.class_dim else None
-        self.dropout = nn.Dropout(own.dropout)
-        self.projection = nn.Linear(channels5 + own.class_dim, own.feature_dim)
+        self.class_embedding = nn.Embedding(classes, r2c.class_dim) if r2c.class_dim else None
+        self.dropout = nn.Dropout(r2c.dropout)
+        self.projection = nn.Linear(channels5 + r2c.class_dim, r2c.feature_dim)
         self.classifier = nn.Linear(channels5, classes)  # not trained: its loss weight is 0 in all official configs
 
     def forward(
@@ -158,7 +159,8 @@ class R2CNetwork(Detector):
                 "eval.boxes to gt, and detector.loss_weight to 0."
             )
         check_boxes(boxes, images.names, "box")
-        side, parts = self.map_size, [*boxes]
+        side = self.map_size
+        parts = [*boxes]
         masks = [rows.new_ones(len(rows), side, side) for rows in boxes] if roi_masks is None else [*roi_masks]
         classes = [rows + 1 for rows in box_classes]
         if whole_image:
@@ -169,9 +171,9 @@ class R2CNetwork(Detector):
             boxes = prepend(whole_image_boxes(images.sizes.to(boxes[0].device)), boxes)
         pixels, shifts = self.place_on_canvas(normalise_images(images, self.config.input, pixel_masks))
         parts = [rows + shift.repeat(2) for rows, shift in zip(parts, shifts, strict=True)]
-        found = self.describe(pixels, to_rois(parts), torch.cat(masks), torch.cat(classes))
+        described = self.describe(pixels, to_rois(parts), torch.cat(masks), torch.cat(classes))
         counts = [len(rows) for rows in boxes]
-        return Regions(boxes, list(found.features.split(counts)), list(found.class_logits.split(counts)))
+        return Regions(boxes, list(described.features.split(counts)), list(described.class_logits.split(counts)))
 
     def describe(
         self,
@@ -205,7 +207,8 @@ class R2CNetwork(Detector):
         If no canvas is configured, the images are returned unchanged. Returns pixels, and (x, y) of the upper left
         corner of each image.
         """
-        canvas, pixels = self.config.r2c.canvas, images.pixels
+        canvas = self.config.r2c.canvas
+        pixels = images.pixels
         if not canvas:
             return pixels, pixels.new_zeros(len(images), 2)
         settings = self.config.input
@@ -229,7 +232,8 @@ def _make_blocks(
 
     As in torchvision, the first block of every stage after res2 has a convolution in its shortcut.
     """
-    width, blocks = sizes.widths[number], []
+    width = sizes.widths[number]
+    blocks = []
     for index in range(sizes.blocks[number]):
         block = BottleneckBlock(
             channels, EXPANSION * width, config, width=width, stride=stride if index == 0 else 1, dilation=1

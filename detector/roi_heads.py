@@ -217,9 +217,10 @@ class ROIHeads(nn.Module, abc.ABC):
         rois: Float[Tensor, "J 5"],
         masks: Float[Tensor, "masks rows columns"] | None = None,
     ) -> RoIFeatures:
-        """Features of RoIs; `masks` [J, S, S] multiply the last RoI maps: the output of res5 before its mean over
-        S * S cells, or the pooled maps before the box head.
+        """Return the features of RoIs.
 
+        `masks` [J, S, S] multiply the last RoI maps: the output of res5 before its mean over S * S cells, or the pooled
+        maps before the box head.
         In evaluation without gradients only `CHUNK` RoIs are in memory at a time, in the order of their images.
         """
         maps = [features[name] for name in self.in_features]
@@ -243,7 +244,8 @@ class ROIHeads(nn.Module, abc.ABC):
 
         With PROPOSAL_APPEND_GT the annotated boxes join the proposals first.
         """
-        images, labels = [], []
+        images = []
+        labels = []
         for boxes, objects, object_classes in zip(proposals, targets.boxes, targets.classes, strict=True):
             if self.config.append_objects:
                 boxes = torch.cat((boxes, objects))
@@ -255,16 +257,17 @@ class ROIHeads(nn.Module, abc.ABC):
             images.append((boxes, classes, matched))
         sampled = subsample(labels, self.config.batch_size_per_image, self.config.positive_fraction)
         rows = [torch.cat(pair) for pair in sampled]
-        columns = (
-            [column[kept] for column, kept in zip(part, rows, strict=True)] for part in zip(*images, strict=True)
-        )
+        columns = []
+        for values_of_images in zip(*images, strict=True):  # boxes, classes, matched objects
+            columns.append([values[index] for values, index in zip(values_of_images, rows, strict=True)])
         return SampledRoIs(*columns, [len(positive) for positive, _ in sampled])
 
     def losses(
         self, features: Float[Tensor, "J head_dim"], sampled: SampledRoIs, targets: DetectionTargets
     ) -> dict[str, Loss]:
         """Losses of the sampled RoIs of all images, divided by their number, from the inputs of the box predictor."""
-        config, predictor = self.config, self.box_predictor
+        config = self.config
+        predictor = self.box_predictor
         logits, deltas = predictor(features)
         classes = torch.cat(sampled.classes)
         starts = itertools.accumulate((len(rows) for rows in sampled.classes[:-1]), initial=0)
@@ -310,7 +313,7 @@ class ROIHeads(nn.Module, abc.ABC):
         limits = torch.tensor(sizes, dtype=decoded.dtype).flip(1).to(decoded.device)[image]  # (width, height)
         boxes = decoded[rois, column].clamp(min=0).minimum(limits.repeat(1, 2))
         scores = probabilities[rois, classes]
-        kept = nms_per_image(
+        rows_of_images = nms_per_image(
             boxes,
             scores,
             image,
@@ -323,10 +326,10 @@ class ROIHeads(nn.Module, abc.ABC):
         )
         starts = [sum(len(rows) for rows in proposals[:number]) for number in range(len(proposals))]
         return Detections(
-            [boxes[rows] for rows in kept],
-            [scores[rows] for rows in kept],
-            [classes[rows] for rows in kept],
-            [rois[rows] - start for rows, start in zip(kept, starts, strict=True)],
+            [boxes[rows] for rows in rows_of_images],
+            [scores[rows] for rows in rows_of_images],
+            [classes[rows] for rows in rows_of_images],
+            [rois[rows] - start for rows, start in zip(rows_of_images, starts, strict=True)],
         )
 
 

@@ -121,9 +121,10 @@ def to_rois(boxes: ImageBoxes) -> Float32[Tensor, "J 5"]:
 def assign_levels(
     boxes: Float[Tensor, "J 4"], lowest: int, highest: int, rule: str = "detectron2"
 ) -> Int64[Tensor, " J"]:
-    """Compute pyramid levels floor(4 + log2(sqrt(area) / 224)), clamped to lowest .. highest (FPN, equation 1). `rule`:
-    "detectron2" adds 1e-8 to the logarithm's argument; "torchvision" adds 1e-6 to the logarithm, so a box just below a
-    threshold is assigned to the higher level. With both, a box with area 0 gets the lowest level.
+    """Compute pyramid levels floor(4 + log2(sqrt(area) / 224)), clamped to lowest .. highest (FPN, equation 1).
+
+    `rule`: "detectron2" adds 1e-8 to the logarithm's argument; "torchvision" adds 1e-6 to the logarithm, so a box just
+    below a threshold is assigned to the higher level. With both, a box with area 0 gets the lowest level.
     """
     ratio = area(boxes).clamp(min=0).sqrt() / CANONICAL_SIZE
     shifts = (1e-8, 0.0) if rule == "detectron2" else (0.0, 1e-6)
@@ -140,6 +141,7 @@ class RoIPooler:
 
     def __call__(self, maps: LevelMaps, rois: Float[Tensor, "J 5"], step: int = 1) -> Float[Tensor, "J channels S S"]:
         """Pool RoI maps (float32 or float64) from the maps of IN_FEATURES.
+
         With `step`, only every step-th cell of them along both axes.
         """
         if len(self.strides) == 1:

@@ -56,8 +56,10 @@ class AnchorGenerator(nn.Module):
     cell_anchors: Tensor
 
     def __init__(self, cell_anchors: Float32[Tensor, "cell_anchors 4"], stride: int, config: AnchorConfig) -> None:
-        """`stride` is in pixels of the network input per cell. The config's `offset` is the place of the first anchor's
-        centre, as a fraction of the stride; `cell_anchors` are relative to it.
+        """`stride` is in pixels of the network input per cell.
+
+        The config's `offset` is where the first anchor's centre lies, as a fraction of the stride; `cell_anchors` are
+        relative to it.
         """
         super().__init__()
         self.stride = stride
@@ -66,7 +68,8 @@ class AnchorGenerator(nn.Module):
         self.register_buffer("cell_anchors", cell_anchors, persistent=False)
 
     def forward(self, height: int, width: int, padded: Sequence[int] | None = None) -> Float[Tensor, "B 4"]:
-        """Anchors of a map of height x width cells, ordered by (y, x, cell anchor), the cell anchor running fastest.
+        """Return the anchors of height x width cells, ordered by (y, x, cell anchor), the cell anchor running fastest.
+
         `padded` is the (height, width) of the padded batch.
         """
         strides = [self.stride] * 2
@@ -151,7 +154,9 @@ class RPN(nn.Module):
         self.rpn_head = RPNHead(shapes[0].channels, len(cells[0]), config.rpn.conv_dims)  # shared by all maps
 
     def forward(self, features: FeatureMaps) -> RPNOutput:
-        anchors, objectness, deltas = [], [], []
+        anchors = []
+        objectness = []
+        deltas = []
         finest = features[self.in_features[0]]
         padded = [side * self.anchor_generators[0].stride for side in finest.shape[2:]]  # (height, width), pixels
         for name, generator in zip(self.in_features, self.anchor_generators, strict=True):
@@ -193,7 +198,7 @@ class RPN(nn.Module):
             is_usable &= scores.sigmoid() >= config.score_thresh
         image = torch.arange(len(sizes), device=scores.device)[:, None].expand_as(index)
         columns = [column.flatten(0, 1) for column in (boxes, scores, index)]
-        kept = nms_per_image(
+        rows_of_images = nms_per_image(
             *columns[:2],
             image.flatten(),
             levels.flatten(),
@@ -203,16 +208,18 @@ class RPN(nn.Module):
             limit=after,
             is_usable=is_usable.flatten(),
         )
-        return Proposals(*([column[rows] for rows in kept] for column in columns))
+        return Proposals(*([column[rows] for rows in rows_of_images] for column in columns))
 
     @torch.no_grad()
     def label_anchors(
         self, anchors: Float[Tensor, "B 4"], objects: ImageBoxes, sizes: ImageSizes
     ) -> tuple[Int8[Tensor, "N B"], Int64[Tensor, "N B"]]:
-        """Labels (1 positive, 0 negative, -1 ignored) of all anchors, and the row of the object that each overlaps most
-        (0 if there is no object).
+        """Return the labels of all anchors, and the row of the object that each overlaps most.
+
+        Labels are 1 (positive), 0 (negative) or -1 (ignored); the row is 0 if there is no object.
         """
-        labels, matches = [], []
+        labels = []
+        matches = []
         for boxes, size in zip(objects, sizes, strict=True):
             matched, label = match(
                 pairwise_iou(boxes, anchors), self.config.iou_thresholds, self.config.iou_labels, allow_low_quality=True
@@ -237,17 +244,18 @@ class RPN(nn.Module):
         used = torch.cat((positive, negative)).sort().values
         image, anchor = positive // num_anchors, positive % num_anchors
         starts = torch.tensor([0] + [len(boxes) for boxes in targets.boxes[:-1]], device=labels.device).cumsum(0)
-        wanted = torch.cat(targets.boxes)[starts[image] + matched[image, anchor]]
+        target_boxes = torch.cat(targets.boxes)[starts[image] + matched[image, anchor]]
         loc = box_regression_loss(
             output.deltas[image, anchor],
             output.anchors[anchor],
-            wanted,
+            target_boxes,
             weights=self.config.box_weights,
             kind=self.config.box_loss_type,
             smooth_l1_beta=self.config.smooth_l1_beta,
         )
-        objectness, wanted = output.objectness.flatten()[used], labels.flatten()[used].float()
-        cls = F.binary_cross_entropy_with_logits(objectness, wanted, reduction="sum")
+        objectness = output.objectness.flatten()[used]
+        is_object = labels.flatten()[used].float()
+        cls = F.binary_cross_entropy_with_logits(objectness, is_object, reduction="sum")
         is_sampled = self.config.loss_normaliser == "sampled"
         count = cls.new_tensor(float(len(used) if is_sampled else self.config.batch_size_per_image * len(sizes)))
         weight = self.config.loss_weight

@@ -94,11 +94,13 @@ class Movable:
         """A copy on the CPU, without gradients. All tensors travel as one, so that a GPU waits once."""
         tensors: list[Tensor] = []
         map_tensors(self, lambda tensor: tensors.append(tensor) or tensor)
-        moved = [one for one in tensors if one.device.type != "cpu"]
-        moved.sort(key=lambda one: -one.element_size())  # every part starts at a multiple of its element size
-        flat = [one.detach().contiguous().view(-1).view(torch.uint8) for one in moved]
-        parts = torch.cat(flat).cpu().split([len(one) for one in flat]) if flat else ()
-        copies = {id(one): part.view(one.dtype).view(one.shape) for one, part in zip(moved, parts, strict=True)}
+        moved = [tensor for tensor in tensors if tensor.device.type != "cpu"]
+        moved.sort(key=lambda tensor: -tensor.element_size())  # every part starts at a multiple of its element size
+        flat = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in moved]
+        parts = torch.cat(flat).cpu().split([len(tensor) for tensor in flat]) if flat else ()
+        copies = {
+            id(tensor): part.view(tensor.dtype).view(tensor.shape) for tensor, part in zip(moved, parts, strict=True)
+        }
         return map_tensors(self, lambda tensor: copies.get(id(tensor), tensor))
 
 
@@ -223,8 +225,9 @@ class Detector(nn.Module, abc.ABC):
 
 
 class PrecomputedDetector(Detector):
-    """Returns the features in `ImageBatch.precomputed`; it has no parameters and cannot be trained. `config`: settings
-    of the detector that made the features: their width and the number of classes follow from it.
+    """Returns the features in `ImageBatch.precomputed`; it has no parameters and cannot be trained.
+
+    `config`: settings of the detector that made the features: their width and the number of classes follow from it.
     """
 
     def __init__(self, config: DetectorConfig) -> None:
@@ -257,23 +260,23 @@ class PrecomputedDetector(Detector):
             raise UserError(
                 "Precomputed features have no detection losses and no pixel or RoI masks; use the built-in detector."
             )
-        given = images.precomputed
-        if given is None or boxes is None or (whole_image and given.image_features is None):
+        precomputed = images.precomputed
+        if precomputed is None or boxes is None or (whole_image and precomputed.image_features is None):
             raise UserError(
                 "The images come without precomputed features, or without the feature of the whole image that the "
                 "encoder needs (extract with --image-feature); set the box source to precomputed, or detector.backend "
                 "to builtin."
             )
-        for rows, image_boxes, name in zip(given.features, boxes, images.names, strict=True):
+        for rows, image_boxes, name in zip(precomputed.features, boxes, images.names, strict=True):
             if len(rows) != len(image_boxes) or (len(rows) and rows.shape[1] != self.feature_dim):
                 raise UserError(
                     f"{name}: precomputed features {list(rows.shape)} for {len(image_boxes)} boxes, but width "
                     f"{self.feature_dim} in the detector's config; use the config that they were made with."
                 )
-        features = [rows.reshape(len(rows), self.feature_dim) for rows in given.features]
+        features = [rows.reshape(len(rows), self.feature_dim) for rows in precomputed.features]
         if whole_image:
             boxes = prepend(whole_image_boxes(images.sizes.to(boxes[0].device)), boxes)
-            features = prepend(list(given.image_features[:, None]), features)
+            features = prepend(list(precomputed.image_features[:, None]), features)
         return Regions(boxes=boxes, features=features, class_logits=[rows.new_zeros(len(rows), 0) for rows in features])
 
 

@@ -43,30 +43,33 @@ BLOCK = re.compile(r"layer(?P<stage>[1-4])\.(?P<block>\d+)\.(?P<rest>.+)")
 
 
 def from_torchvision_detector(tensors: Mapping[str, Tensor], *, norm_eps: float = NORM_EPS) -> dict[str, Tensor]:
-    """Convert a state dict of torchvision's Faster R-CNN. Unknown keys are kept. `norm_eps`: epsilon of the frozen
-    batch norms in torchvision. It is 0 in `fasterrcnn_resnet50_fpn` with COCO_V1 weights, and in models fine-tuned from
-    it. The state dict does not contain it. See `fold_norms`.
+    """Convert a state dict of torchvision's Faster R-CNN. Unknown keys are kept.
+
+    `norm_eps`: epsilon of the frozen batch norms in torchvision. It is 0 in `fasterrcnn_resnet50_fpn` with COCO_V1
+    weights, and in models fine-tuned from it. The state dict does not contain it. See `fold_norms`.
     """
     has_several_convs = any(name.startswith("rpn.head.conv.1.") for name in tensors)
-    fcs = sorted({int(found[1]) for name in tensors if (found := re.match(r"roi_heads\.box_head\.(\d+)\.[wb]", name))})
+    matches = [re.match(r"roi_heads\.box_head\.(\d+)\.[wb]", name) for name in tensors]
+    fcs = sorted({int(match[1]) for match in matches if match})
     box_head = "roi_heads.box_head."
     rules: list[tuple[str, str | Callable[[re.Match], str]]] = [
         (r"rpn\.head\.conv\.(\d)\.0\.", rf"{RPN_HEAD}conv.conv\1." if has_several_convs else f"{RPN_HEAD}conv."),
         (r"rpn\.head\.conv\.(?=weight|bias)", f"{RPN_HEAD}conv."),
         (r"rpn\.head\.cls_logits\.", f"{RPN_HEAD}objectness_logits."),
         (r"rpn\.head\.bbox_pred\.", f"{RPN_HEAD}anchor_deltas."),
-        (r"roi_heads\.box_head\.fc([67])\.", lambda found: f"{box_head}fc{int(found[1]) - 5}."),
-        (r"roi_heads\.box_head\.(\d+)\.0\.", lambda found: f"{box_head}conv{int(found[1]) + 1}."),
-        (r"roi_heads\.box_head\.(\d+)\.1\.", lambda found: f"{box_head}conv{int(found[1]) + 1}.norm."),
-        (r"roi_heads\.box_head\.(\d+)\.(?=[wb])", lambda found: f"{box_head}fc{fcs.index(int(found[1])) + 1}."),
+        (r"roi_heads\.box_head\.fc([67])\.", lambda match: f"{box_head}fc{int(match[1]) - 5}."),
+        (r"roi_heads\.box_head\.(\d+)\.0\.", lambda match: f"{box_head}conv{int(match[1]) + 1}."),
+        (r"roi_heads\.box_head\.(\d+)\.1\.", lambda match: f"{box_head}conv{int(match[1]) + 1}.norm."),
+        (r"roi_heads\.box_head\.(\d+)\.(?=[wb])", lambda match: f"{box_head}fc{fcs.index(int(match[1])) + 1}."),
     ]
     if any(name.startswith(f"{BODY}layer") for name in tensors):
-        kinds, parts = {"inner": "lateral", "layer": "output"}, {None: "", "0.": "", "1.": "norm."}
+        kinds = {"inner": "lateral", "layer": "output"}
+        parts = {None: "", "0.": "", "1.": "norm."}
         rules += [
-            (r"backbone\.body\.(.+)", lambda found: f"backbone.bottom_up.{convert_backbone_name(found[1])}"),
+            (r"backbone\.body\.(.+)", lambda match: f"backbone.bottom_up.{convert_backbone_name(match[1])}"),
             (
                 r"backbone\.fpn\.(inner|layer)_blocks\.(\d)\.([01]\.)?",
-                lambda found: f"backbone.fpn_{kinds[found[1]]}{int(found[2]) + 2}.{parts[found[3]]}",
+                lambda match: f"backbone.fpn_{kinds[match[1]]}{int(match[2]) + 2}.{parts[match[3]]}",
             ),
         ]
     else:  # MobileNet has torchvision's names here too
@@ -147,8 +150,8 @@ def from_visual_bert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def to_visual_bert_name(name: str) -> str | None:
     """Return the official VisualBERT name of a parameter of `R2CNetwork`, or None for any other parameter."""
     rest = _torchvision_name(name)
-    found = (REGION_NETWORK + old + rest.removeprefix(new) for old, new in _R2C_NAMES.items() if rest.startswith(new))
-    return next(found, None)
+    names = (REGION_NETWORK + old + rest.removeprefix(new) for old, new in _R2C_NAMES.items() if rest.startswith(new))
+    return next(names, None)
 
 
 def _torchvision_name(name: str) -> str:
