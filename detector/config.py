@@ -8,7 +8,7 @@ Each field has Detectron2's key and default value. There are four kinds of keys:
 - ignored: keys that do not affect a Faster R-CNN, such as those of training (`IGNORED`). The keys of FPN or of the box
   head (`StandardROIHeads`) are also ignored if the model does not have that part.
 
-Any other key raises an error. MODEL.BACKBONE.NAME (with or without FPN) and MODEL.ROI_HEADS.NAME (res5 on RoI maps, or
+Any other key raises an error. MODEL.BACKBONE.NAME (a key of `BACKBONES`) and MODEL.ROI_HEADS.NAME (res5 on RoI maps, or
 a box head) determine the architecture.
 """
 
