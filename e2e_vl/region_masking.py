@@ -70,7 +70,7 @@ def label_regions(
     boxes, labels = batch.boxes, batch.region_labels
     boxes_to_mask = None if batch.masking is None else batch.masking.boxes_to_mask
     uses_detector = rule.teacher != "file"
-    is_unlabelled = labels.class_probs is None and labels.detected_classes is None
+    is_unlabelled = labels.class_probs is None and labels.detected.classes is None
     if not uses_detector and is_required and boxes_to_mask is None and is_unlabelled:
         raise UserError(
             "task.config.teacher is file, but the data come without class distributions; set it to frozen or current."
@@ -110,10 +110,12 @@ def describe_regions(
     labels = RegionLabels(features=[rows[kept] for rows in regions.features])
     if all(rows.shape[1] > 1 for rows in probabilities):  # background last
         best = [rows[:, :-1].max(dim=1) for rows in probabilities]
-        labels.detected_scores, labels.detected_classes = map(list, zip(*best, strict=True))
+        labels.detected.scores = [scores for scores, _ in best]
+        labels.detected.classes = [classes for _, classes in best]
     if regions.attribute_logits is not None:
         best = [logits[kept].float().softmax(dim=1).max(dim=1) for logits in regions.attribute_logits]
-        labels.detected_attribute_scores, labels.detected_attributes = map(list, zip(*best, strict=True))
+        labels.detected.attribute_scores = [scores for scores, _ in best]
+        labels.detected.attributes = [attributes for _, attributes in best]
     if not rule.has_background_last:
         probabilities = [rows.roll(1, dims=1) for rows in probabilities]
     labels.class_probs = probabilities

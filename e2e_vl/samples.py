@@ -51,9 +51,22 @@ class AnnotatedObjects:
         return len(self.boxes)
 
 
-# What a detector predicts for candidate boxes, R rows: the best class except the background, int64, with its
-# probability, float32, and the same of the best attribute. Fields keep these names up to the model.
-DETECTED = ("detected_classes", "detected_scores", "detected_attributes", "detected_attribute_scores")
+@dataclasses.dataclass(frozen=True)
+class BoxPredictions:
+    """What a detector predicts for R boxes of one image; None where it predicts nothing of the kind."""
+
+    classes: np.ndarray | None = None  # int64 [R], the best class except the background, 0 .. K-1
+    scores: np.ndarray | None = None  # float32 [R], its probability
+    attributes: np.ndarray | None = None  # int64 [R], the best attribute
+    attribute_scores: np.ndarray | None = None  # float32 [R], its probability
+
+    def select(self, rows: np.ndarray | slice) -> BoxPredictions:
+        """Return the predictions for some of the boxes."""
+        columns = {}
+        for field in dataclasses.fields(self):
+            values = getattr(self, field.name)
+            columns[field.name] = None if values is None else values[rows]
+        return BoxPredictions(**columns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,15 +79,7 @@ class CandidateBoxes:
     image_size: tuple[int, int] | None = None  # (height, width) of the original image, where the file says it
     features: np.ndarray | None = None  # float32 [R, D]
     image_feature: np.ndarray | None = None  # float32 [D], feature of the whole image
-    # see `DETECTED`
-    detected_classes: np.ndarray | None = None
-    detected_scores: np.ndarray | None = None
-    detected_attributes: np.ndarray | None = None
-    detected_attribute_scores: np.ndarray | None = None
-
-    @property
-    def found(self) -> dict[str, np.ndarray | None]:
-        return {name: getattr(self, name) for name in DETECTED}
+    predictions: BoxPredictions = BoxPredictions()
 
 
 class ImageKey(NamedTuple):

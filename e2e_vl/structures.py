@@ -93,17 +93,23 @@ class TextBatch(Movable):
 
 
 @dataclasses.dataclass
+class DetectedLabels(Movable):
+    """What a detector predicts for the candidate boxes of N images, see `BoxPredictions`."""
+
+    classes: list[Int64[Tensor, " _R"]] | None = None
+    scores: list[Float[Tensor, " _R"]] | None = None
+    attributes: list[Int64[Tensor, " _R"]] | None = None
+    attribute_scores: list[Float[Tensor, " _R"]] | None = None
+
+
+@dataclasses.dataclass
 class RegionLabels(Movable):
     """Labels of the candidate boxes of N images: annotated, read from a file, or from a detector."""
 
     classes: list[Int64[Tensor, " _R"]] | None = None  # annotated class, 0 .. K-1
     class_probs: list[Float[Tensor, "_R C"]] | None = None  # distributions over region classes
     features: list[Float[Tensor, "_R D"]] | None = None  # from a detector that sees the whole image
-    # by a detector: the best class but the background, 0 .. K-1, with its probability; the best attribute
-    detected_classes: list[Int64[Tensor, " _R"]] | None = None
-    detected_scores: list[Float[Tensor, " _R"]] | None = None
-    detected_attributes: list[Int64[Tensor, " _R"]] | None = None
-    detected_attribute_scores: list[Float[Tensor, " _R"]] | None = None
+    detected: DetectedLabels = dataclasses.field(default_factory=DetectedLabels)
 
 
 @dataclasses.dataclass

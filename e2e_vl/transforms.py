@@ -12,7 +12,7 @@ from jaxtyping import Float, Int64, UInt8
 
 from detector.errors import UserError
 from e2e_vl.io import Id
-from e2e_vl.samples import DETECTED
+from e2e_vl.samples import BoxPredictions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,10 +101,7 @@ class LoadedImage:
     box_ids: tuple[Id, ...] | None = None  # annotation ids, if all candidates are annotated objects
     box_classes: Int64[np.ndarray, " R"] | None = None  # annotated classes, if all candidates are annotated objects
     class_probs: Float[np.ndarray, "R C"] | None = None  # class distributions of the candidates, from a file
-    detected_classes: Int64[np.ndarray, " R"] | None = None  # predicted classes of the candidates, see `DETECTED`
-    detected_scores: Float[np.ndarray, " R"] | None = None
-    detected_attributes: Int64[np.ndarray, " R"] | None = None
-    detected_attribute_scores: Float[np.ndarray, " R"] | None = None
+    predictions: BoxPredictions = BoxPredictions()  # what a detector predicts for the candidates
     objects: DetectionObjects | None = None
     roi_masks: Float[np.ndarray, "R S S"] | None = None  # instance masks in 0..1 on the RoI maps
     boxes_to_mask: Float[np.ndarray, "Q 4"] | None = None  # mask exactly these boxes; None: drawn at random
@@ -115,7 +112,7 @@ class LoadedImage:
         """A copy without candidate boxes, for image-blind controls: boxes reveal something about the image."""
         if self.boxes is None:
             return self
-        columns = ("boxes", "box_classes", "class_probs", "roi_masks", "features", *DETECTED)
+        columns = ("boxes", "box_classes", "class_probs", "roi_masks", "features")
         rows = {name: getattr(self, name) for name in columns}
         emptied = {name: None if values is None else values[:0] for name, values in rows.items()}
-        return dataclasses.replace(self, **emptied, box_ids=None)
+        return dataclasses.replace(self, **emptied, predictions=self.predictions.select(slice(0)), box_ids=None)

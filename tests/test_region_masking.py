@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from e2e_vl.region_masking import (
     truncate_texts,
     truncated_lengths,
 )
-from e2e_vl.structures import Batch, MaskingBatch, RegionLabels, RegionMasks, TextBatch
+from e2e_vl.structures import Batch, DetectedLabels, MaskingBatch, RegionLabels, RegionMasks, TextBatch
 from e2e_vl.targets import Targets
 from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.pretraining import PretrainingTargets
@@ -127,7 +128,7 @@ def test_background_comes_first_if_asked_for(boxes):
     one, other = (torch.cat(batch.region_labels.class_probs) for batch in (ours, theirs))
     assert len(one) > 0 and not is_same(one, other)
     assert_same(one.roll(1, dims=1), other)
-    assert all(map(torch.equal, ours.region_labels.detected_classes, theirs.region_labels.detected_classes))
+    assert all(map(torch.equal, ours.region_labels.detected.classes, theirs.region_labels.detected.classes))
 
 
 def test_region_labels_are_the_teachers_view_of_the_whole_image():
@@ -144,8 +145,8 @@ def test_region_labels_are_the_teachers_view_of_the_whole_image():
     torch.testing.assert_close(features, torch.cat(regions.features))
     assert not probabilities.requires_grad and not features.requires_grad
     best = probabilities[:, :-1].max(dim=1)  # without the background
-    assert torch.equal(torch.cat(labels.detected_classes), best.indices)
-    assert torch.equal(torch.cat(labels.detected_scores), best.values)
+    assert torch.equal(torch.cat(labels.detected.classes), best.indices)
+    assert torch.equal(torch.cat(labels.detected.scores), best.values)
     assert (
         batch.masking.masked_regions is None and batch.region_labels == RegionLabels()
     )  # the caller's batch is untouched
@@ -378,7 +379,7 @@ def test_saved_features_are_the_target():
     rule = PretrainingConfig(mask_pixels=False, teacher="file")
     features = [torch.rand(len(rows), 4) for rows in BOXES]
     images = dataclasses.replace(make_batch().images, precomputed=PrecomputedFeatures(features))
-    labels = RegionLabels(detected_classes=[torch.arange(len(rows)) for rows in BOXES])
+    labels = RegionLabels(detected=DetectedLabels(classes=[torch.arange(len(rows)) for rows in BOXES]))
     batch = label_regions(about_one_image(images=images, region_labels=labels), None, None, rule)
     assert batch.region_labels.features is features
 
@@ -445,7 +446,8 @@ def test_masked_pixels_change_no_logit(name, make, encoder, options):
     assert not any(rows.any() for rows in seen[0].batch.masking.masked_regions.is_masked)
     labelled = [torch.cat(output.batch.masking.masked_regions.is_labelled) for output in (first, seen[0])]
     assert torch.equal(*labelled)  # the same regions are predicted, and now they are seen
-    for key in ("class_probs", "features", "detected_scores"):  # what is to be learned is another one
-        assert not is_same(*(torch.cat(getattr(output.batch.region_labels, key)) for output in (first, second))), key
+    for key in ("class_probs", "features", "detected.scores"):  # what is to be learned is another one
+        learned = [operator.attrgetter(key)(output.batch.region_labels) for output in (first, second)]
+        assert not is_same(*map(torch.cat, learned)), key
     for key in SIGHTS[name]:
         assert not is_same(*(output.losses[key].mean for output in (first, second))), key

@@ -230,7 +230,7 @@ def add_batch(
     if scores is not None and model.encoder.uses_whole_image:
         scores = [rows[1:] for rows in scores]
     elif scores is None:
-        scores = batch.region_labels.detected_scores
+        scores = batch.region_labels.detected.scores
     if scores is None and sorted_boxes and batch.boxes is not None:
         scores = [-torch.arange(len(rows), device=rows.device, dtype=torch.float32) for rows in batch.boxes]
     confidence = None if scores is None else text_regions.gather(scores, fill=-torch.inf)

@@ -27,8 +27,8 @@ from e2e_vl.data.image_loader import ImageLoader
 from e2e_vl.data.tables import TextGroups, fingerprint
 from e2e_vl.phrases import PhraseBatch
 from e2e_vl.preprocessing import EncodedSample, EncodedText, GeneratorFactory, Preprocessor
-from e2e_vl.samples import DETECTED, BrokenImageError, Sample
-from e2e_vl.structures import Batch, MaskingBatch, RegionLabels, TextBatch
+from e2e_vl.samples import BoxPredictions, BrokenImageError, Sample
+from e2e_vl.structures import Batch, DetectedLabels, MaskingBatch, RegionLabels, TextBatch
 from e2e_vl.targets import Targets
 from e2e_vl.terminal import STOP_SIGNALS
 from e2e_vl.transforms import DetectionObjects, LoadedImage
@@ -346,7 +346,7 @@ def collate(
         region_labels=RegionLabels(
             classes=_column(images, "box_classes", "classes of the candidate boxes"),
             class_probs=_column(images, "class_probs", "class distributions"),
-            **{name: _column(images, name, name) for name in DETECTED},
+            detected=_detected_labels(images),
         ),
         roi_masks=_column(images, "roi_masks", "instance masks"),
         masking=_masking(images, texts),
@@ -419,8 +419,9 @@ def _masking(images: Sequence[LoadedImage], texts: Sequence[EncodedText]) -> Mas
     return MaskingBatch(seeds=seeds, boxes_to_mask=boxes_to_mask)
 
 
-def _all_or_none(images: Sequence[LoadedImage], field: str, what: str) -> bool:
-    has = [getattr(image, field) is not None for image in images]
+def _all_or_none(values: Sequence[Any], images: Sequence[LoadedImage], what: str) -> bool:
+    """Return whether each image has a value; raise a UserError if some have one and others do not."""
+    has = [value is not None for value in values]
     if any(has) and not all(has):
         raise UserError(
             f"{images[has.index(True)].name} has {what}, but {images[has.index(False)].name} does not; "
@@ -430,10 +431,25 @@ def _all_or_none(images: Sequence[LoadedImage], field: str, what: str) -> bool:
 
 
 def _column(images: Sequence[LoadedImage], field: str, what: str) -> list[Tensor] | None:
-    """One field of every image, as tensors; None if no image has it."""
-    if not _all_or_none(images, field, what):
+    """Return one field of every image, as tensors; None if no image has it."""
+    return _as_tensors([getattr(image, field) for image in images], images, what)
+
+
+def _as_tensors(arrays: Sequence[np.ndarray | None], images: Sequence[LoadedImage], what: str) -> list[Tensor] | None:
+    """Return the arrays of the images as tensors; None if no image has one."""
+    if not _all_or_none(arrays, images, what):
         return None
-    return [torch.from_numpy(np.ascontiguousarray(getattr(image, field))) for image in images]
+    return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+
+
+def _detected_labels(images: Sequence[LoadedImage]) -> DetectedLabels:
+    """Join what a detector predicts for the candidate boxes of each image."""
+    predictions = [image.predictions for image in images]
+    columns = {}
+    for field in dataclasses.fields(BoxPredictions):
+        arrays = [getattr(prediction, field.name) for prediction in predictions]
+        columns[field.name] = _as_tensors(arrays, images, f"detected {field.name.replace('_', ' ')}")
+    return DetectedLabels(**columns)
 
 
 def _image_index(examples: Sequence[EncodedSample]) -> Tensor:
@@ -453,7 +469,7 @@ def _targets(texts: Sequence[EncodedText]) -> Targets | None:
 
 
 def _detection_targets(images: Sequence[LoadedImage]) -> DetectionTargets | None:
-    if not _all_or_none(images, "objects", "annotated objects"):
+    if not _all_or_none([image.objects for image in images], images, "annotated objects"):
         return None
     objects: list[DetectionObjects] = [image.objects for image in images]
     attributes = None

@@ -30,8 +30,8 @@ from e2e_vl.data.features import FeatureStore, open_features
 from e2e_vl.data.tables import SkippedRecords
 from e2e_vl.io import FourNumbers, Id, Record, Score, box_corners
 from e2e_vl.samples import (
-    DETECTED,
     AnnotatedObjects,
+    BoxPredictions,
     BrokenImageError,
     CandidateBoxes,
     ImageBytes,
@@ -227,14 +227,14 @@ class StoredBoxes(BoxReader):
         if self.with_features:
             features = regions.features[rows]
             image_feature = regions.image_feature
-        columns = (regions.classes, regions.scores, regions.attributes, regions.attribute_scores)
+        predictions = BoxPredictions(regions.classes, regions.scores, regions.attributes, regions.attribute_scores)
         return CandidateBoxes(
             regions.boxes[rows],
             f"{store.path}: image {image_id}",
             image_size=regions.image_size,
             features=features,
             image_feature=image_feature,
-            **{name: values[rows] for name, values in zip(DETECTED, columns, strict=True) if values is not None},
+            predictions=predictions.select(rows),
         )
 
 
@@ -578,7 +578,7 @@ class ImageLoader:
             class_probs=candidates.class_probs,
             features=features,
             image_feature=image_feature,
-            **candidates.found,
+            predictions=candidates.predictions,
         )
 
     def _add_candidates(self, example: LoadedImage, image: SampleImage, candidates: CandidateBoxes | None) -> None:
@@ -593,8 +593,7 @@ class ImageLoader:
         if parts:
             example.boxes = np.concatenate(parts)
         if candidates is not None and len(parts) == 1:  # annotated boxes have no predictions
-            for name, values in candidates.found.items():
-                setattr(example, name, values)
+            example.predictions = candidates.predictions
 
     def _add_annotated(
         self, example: LoadedImage, image: SampleImage, rows: Sequence[int], *, are_only_boxes: bool

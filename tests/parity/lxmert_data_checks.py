@@ -4,6 +4,7 @@ pairing, cutting, answers, and answer heads that start from pre-training.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from e2e_vl.data.features import RegionFeatures, TsvStore
 from e2e_vl.data.image_loader import StoredBoxes
 from e2e_vl.region_masking import replace_features, sample_masked_regions, sample_replacements
 from e2e_vl.run.build import ADAPTERS
-from e2e_vl.samples import DETECTED, Sample, SampleText, ScoredAnswers
+from e2e_vl.samples import BoxPredictions, Sample, SampleText, ScoredAnswers
 from e2e_vl.structures import RegionMasks
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.config import PretrainingConfig
@@ -82,9 +83,9 @@ def check_candidates(store: TsvStore, found: RegionFeatures) -> None:
     """What the detector found stays with its box on the way to the model; boxes come by falling score."""
     boxes = StoredBoxes([store], None, with_features=True).read(found.image_id)
     order = np.argsort(-found.scores, kind="stable")
-    columns = (found.classes, found.scores, found.attributes, found.attribute_scores)
-    for name, values in zip(DETECTED, columns, strict=True):
-        np.testing.assert_array_equal(boxes.found[name], values[order], name)
+    for field in dataclasses.fields(BoxPredictions):
+        values = getattr(found, field.name)
+        np.testing.assert_array_equal(getattr(boxes.predictions, field.name), values[order], field.name)
     np.testing.assert_array_equal(boxes.features, found.features[order])
 
 

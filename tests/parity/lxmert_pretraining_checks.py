@@ -13,7 +13,7 @@ from detector.config import DetectorConfig
 from detector.structures import ImageBatch, PrecomputedDetector, PrecomputedFeatures
 from e2e_vl.encoders.lxmert import LxmertEncoder
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.structures import Batch, MaskingBatch, ModelOutput, RegionLabels, RegionMasks
+from e2e_vl.structures import Batch, DetectedLabels, MaskingBatch, ModelOutput, RegionLabels, RegionMasks
 from e2e_vl.targets import Targets
 from e2e_vl.tasks.config import PretrainingConfig
 from e2e_vl.tasks.objectives.base import Sizes
@@ -37,11 +37,11 @@ LOSSES = {  # recorded -> ours
     "qa": "image_qa",
 }
 LOGITS = {"matched": "relationship", "obj": "object_labels", "attr": "attribute_labels"}
-DETECTED = {  # recorded -> field of `RegionLabels`
-    "obj_labels": "detected_classes",
-    "obj_confs": "detected_scores",
-    "attr_labels": "detected_attributes",
-    "attr_confs": "detected_attribute_scores",
+DETECTED = {  # recorded -> field of `DetectedLabels`
+    "obj_labels": "classes",
+    "obj_confs": "scores",
+    "attr_labels": "attributes",
+    "attr_confs": "attribute_scores",
 }
 
 
@@ -125,7 +125,7 @@ def make_batch(golden, dtype: torch.dtype = torch.float32) -> Batch:
         masking=MaskingBatch(
             masked_regions=RegionMasks(list(arrays["feat_mask"] > 0), [torch.zeros(regions, dtype=torch.bool)] * count)
         ),
-        region_labels=RegionLabels(features=list(arrays["target_feats"]), **labels),
+        region_labels=RegionLabels(features=list(arrays["target_feats"]), detected=DetectedLabels(**labels)),
     )
 
 

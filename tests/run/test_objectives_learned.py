@@ -6,6 +6,7 @@ the scenes are others than in training. `test_pretraining.py` has the test of ma
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -100,7 +101,7 @@ def of_regions(field: str) -> Callable[[ModelOutput], Tensor]:
     def labels(output: ModelOutput) -> Tensor:
         regions = output.text_regions
         is_predicted = regions.gather(output.batch.masking.masked_regions.is_labelled, fill=False)
-        found = regions.gather(getattr(output.batch.region_labels, field), fill=0)[is_predicted]
+        found = regions.gather(operator.attrgetter(field)(output.batch.region_labels), fill=0)[is_predicted]
         return found.argmax(dim=1) if field == "class_probs" else found
 
     return labels
@@ -109,8 +110,8 @@ def of_regions(field: str) -> Callable[[ModelOutput], Tensor]:
 TRUTHS = {
     "masked_regions": of_regions("class_probs"),
     "image_qa": answers_of,
-    "object_labels": of_regions("detected_classes"),
-    "attribute_labels": of_regions("detected_attributes"),
+    "object_labels": of_regions("detected.classes"),
+    "attribute_labels": of_regions("detected.attributes"),
     "region_features": of_regions("features"),
 }
 

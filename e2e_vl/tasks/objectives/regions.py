@@ -17,7 +17,7 @@ from detector.errors import UserError
 from detector.structures import Detector, Loss
 from e2e_vl.predictions import MaskedRegion
 from e2e_vl.samples import DatasetInfo
-from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, RegionLabels, TextRegions, at_least_float32
+from e2e_vl.structures import Ability, Batch, DetectedLabels, EncoderOutput, ModelOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets
 from e2e_vl.tasks.base import Transform, init_head
 from e2e_vl.tasks.config import (
@@ -157,9 +157,9 @@ class ObjectLabels(Objective):
     def check(self, info: DatasetInfo | None, detector: Detector, masking: PretrainingConfig) -> None:
         _check_classes(self.config, detector, masking, detector.num_classes, "classes")
 
-    def found(self, labels: RegionLabels) -> tuple[list[Tensor] | None, list[Tensor] | None]:
-        """The detector's labels of the candidate boxes, and their confidence."""
-        return labels.detected_classes, labels.detected_scores
+    def labels_and_scores(self, detected: DetectedLabels) -> tuple[list[Tensor] | None, list[Tensor] | None]:
+        """Return the detector's labels of the candidate boxes, and their confidence."""
+        return detected.classes, detected.scores
 
     def forward(
         self, targets: Targets, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
@@ -168,7 +168,7 @@ class ObjectLabels(Objective):
         is_used = text_regions.row >= 0
         if self.config.regions == "masked":
             is_used = is_used & text_regions.gather(batch.masking.masked_regions.is_labelled, fill=False)
-        classes, scores = self.found(batch.region_labels)
+        classes, scores = self.labels_and_scores(batch.region_labels.detected)
         if classes is None and batch.masking.boxes_to_mask is not None:
             is_used = torch.zeros_like(is_used)
             classes = scores = [rows.new_zeros(len(rows), dtype=torch.int64) for rows in batch.boxes]
@@ -199,8 +199,8 @@ class AttributeLabels(ObjectLabels):
     def check(self, info: DatasetInfo | None, detector: Detector, masking: PretrainingConfig) -> None:
         """Do not check the number of attributes, because it is not part of the detector's interface."""
 
-    def found(self, labels: RegionLabels) -> tuple[list[Tensor] | None, list[Tensor] | None]:
-        return labels.detected_attributes, labels.detected_attribute_scores
+    def labels_and_scores(self, detected: DetectedLabels) -> tuple[list[Tensor] | None, list[Tensor] | None]:
+        return detected.attributes, detected.attribute_scores
 
 
 # RoI-feature regression (LXMERT, section 3.1.2)

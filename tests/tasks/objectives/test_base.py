@@ -12,7 +12,7 @@ from detector.config import DetectorConfig
 from detector.structures import ImageBatch, PrecomputedDetector, PrecomputedFeatures
 from e2e_vl.encoders.lxmert import LxmertEncoder, PretrainedLxmertConfig
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.structures import Batch, MaskingBatch, RegionLabels, RegionMasks, TextBatch
+from e2e_vl.structures import Batch, DetectedLabels, MaskingBatch, RegionLabels, RegionMasks, TextBatch
 from e2e_vl.targets import Targets
 from e2e_vl.tasks.base import Sizes
 from e2e_vl.tasks.config import PretrainingConfig
@@ -89,10 +89,12 @@ def make_batch(*, masks: bool = True, replaces: bool = False) -> Batch:
         masking=MaskingBatch(masked_regions=RegionMasks(labelled, masked, replacement_index)),
         region_labels=RegionLabels(
             features=[rows.clone() for rows in features],
-            detected_classes=[torch.tensor([0, 1, 2, 3])] * IMAGES,
-            detected_scores=[torch.full((REGIONS,), 0.9)] * IMAGES,
-            detected_attributes=[torch.tensor([3, 2, 1, 0])] * IMAGES,
-            detected_attribute_scores=[torch.full((REGIONS,), 0.8)] * IMAGES,
+            detected=DetectedLabels(
+                classes=[torch.tensor([0, 1, 2, 3])] * IMAGES,
+                scores=[torch.full((REGIONS,), 0.9)] * IMAGES,
+                attributes=[torch.tensor([3, 2, 1, 0])] * IMAGES,
+                attribute_scores=[torch.full((REGIONS,), 0.8)] * IMAGES,
+            ),
         ),
     )
 
@@ -119,10 +121,12 @@ def with_other_labels(batch: Batch) -> Batch:
         region_labels=dataclasses.replace(
             labels,
             features=[rows * -2 + 1 for rows in labels.features],
-            detected_classes=[(rows + 1) % CLASSES for rows in labels.detected_classes],
-            detected_scores=[rows / 3 for rows in labels.detected_scores],
-            detected_attributes=[(rows + 1) % ATTRIBUTES for rows in labels.detected_attributes],
-            detected_attribute_scores=[rows / 3 for rows in labels.detected_attribute_scores],
+            detected=DetectedLabels(
+                classes=[(rows + 1) % CLASSES for rows in labels.detected.classes],
+                scores=[rows / 3 for rows in labels.detected.scores],
+                attributes=[(rows + 1) % ATTRIBUTES for rows in labels.detected.attributes],
+                attribute_scores=[rows / 3 for rows in labels.detected.attribute_scores],
+            ),
         ),
         targets=PretrainingTargets(
             {

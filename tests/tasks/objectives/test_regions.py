@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from detector.errors import UserError
-from e2e_vl.structures import RegionLabels
+from e2e_vl.structures import DetectedLabels, RegionLabels
 from e2e_vl.targets import Targets
 from e2e_vl.tasks.config import (
     AttributeLabelsConfig,
@@ -83,10 +83,12 @@ def test_another_number_of_classes_is_an_error():
 def with_detected(inputs: Inputs) -> None:
     """Image a has two candidate boxes and image b one."""
     inputs.batch.region_labels = RegionLabels(
-        detected_classes=[torch.tensor([2, 0]), torch.tensor([1])],
-        detected_scores=[torch.tensor([0.5, 0.25]), torch.tensor([1.0])],
-        detected_attributes=[torch.tensor([4, 3]), torch.tensor([0])],
-        detected_attribute_scores=[torch.tensor([0.1, 0.2]), torch.tensor([0.4])],
+        detected=DetectedLabels(
+            classes=[torch.tensor([2, 0]), torch.tensor([1])],
+            scores=[torch.tensor([0.5, 0.25]), torch.tensor([1.0])],
+            attributes=[torch.tensor([4, 3]), torch.tensor([0])],
+            attribute_scores=[torch.tensor([0.1, 0.2]), torch.tensor([0.4])],
+        )
     )
 
 
