@@ -149,6 +149,16 @@ def test_the_null_candidate_is_right_where_nothing_fits(loss):
     assert task.answer_lines(none) == [f"{none.score:.3f}  nothing fits"]
 
 
+def test_the_last_region_wins_beside_the_null_candidate():
+    task = make_task(null_candidate=True)
+    batch, regions, text_regions = expressions_about(image_index=(0, 1, 1))
+    states = dataclasses.replace(encoded(text_regions), summary=torch.randn(3, HIDDEN))
+    logits = torch.tensor([[0.0, 1, 2, -torch.inf, 1], [0, 1, 2, 5, 3], [0, 1, 2, 3, 5]])
+    _, last, none = task.predict(ModelOutput(TaskOutput({}, logits), regions, text_regions, states, batch))
+    assert none.box is None
+    assert last.box == last.candidate_boxes[-1] and last.score == pytest.approx(torch.tensor(5.0).sigmoid().item())
+
+
 @pytest.mark.parametrize(
     ("box", "config", "positive"),
     [
