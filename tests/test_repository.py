@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
+import tokenize
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -65,3 +68,41 @@ def test_version_is_the_same_everywhere() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["version"] == e2e_vl.__version__
     assert f": {e2e_vl.__version__}\n" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+PLACEHOLDERS = {
+    "{split}",  # users write it in data.files
+    "{id}", "{images}", "{id:0>12}",  # names of image files, filled in with str.format
+    "{dim}", "{wavelengths}",  # filled in by jaxtyping
+}  # fmt: skip
+
+
+def names_something(placeholder: str) -> bool:
+    """Whether the inside of the braces is an expression with a name in it, as in an f-string."""
+    expression = re.split(r"[:!]", placeholder[1:-1])[0].strip()
+    try:
+        tree = ast.parse(expression, mode="eval")
+    except SyntaxError:
+        return False
+    return any(isinstance(node, ast.Name) for node in ast.walk(tree))
+
+
+def plain_strings(path: Path) -> Iterator[tokenize.TokenInfo]:
+    """Yield the string literals that are no f-strings, also those beside one in a message of several; no docstrings."""
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            prefix = token.string.partition('"')[0].lower()
+            if token.type == tokenize.STRING and "f" not in prefix and '"""' not in token.string:
+                yield token
+
+
+@pytest.mark.parametrize("folder", ["detector", "e2e_vl", "tools"])
+def test_no_message_lacks_the_f_of_its_placeholders(folder: str) -> None:
+    """Ruff's RUF027 misses those with quotes inside the braces, and finds what is meant as it is."""
+    unfilled = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for token in plain_strings(path):
+            for placeholder in re.findall(r"\{[^{}]+\}", token.string):
+                if placeholder not in PLACEHOLDERS and names_something(placeholder):
+                    unfilled.append(f"{path}:{token.start[0]}: {placeholder}")
+    assert not unfilled, "\n".join(unfilled)
