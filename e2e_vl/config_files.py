@@ -36,6 +36,7 @@ INPUTS = (  # keys that name existing files or folders, see `load_config`
     *("task.weights", "task.fallback_weights", "task.config.answers", "phrases.weights"),
     *("data.vocabulary", "data.root"),
 )
+COMMON = "common.yaml"  # what the configs of a folder share, see `base:`; on its own it is no run
 Tree = dict[str, Any]  # nested settings, as in YAML
 
 
@@ -46,8 +47,9 @@ def find_config(name: str | Path) -> Path:
         if found := next((one for one in (place / path, place / f"{path}.yaml") if one.is_file()), None):
             return found
     written = str(path.with_suffix("")).removeprefix("configs/")
-    names = [one.relative_to(CONFIGS).with_suffix("").as_posix() for one in sorted(CONFIGS.glob("*/*.yaml"))]
-    names += [str(one) for one in sorted(path.parent.glob("*.yaml"))]
+    files = [file for file in sorted(CONFIGS.glob("*/*.yaml")) if file.name != COMMON]
+    names = [file.relative_to(CONFIGS).with_suffix("").as_posix() for file in files]
+    names += [str(file) for file in sorted(path.parent.glob("*.yaml"))]
     close = difflib.get_close_matches(written, names) or [one for one in names if Path(one).name == path.stem]
     hint = f"did you mean {' or '.join(close)}?" if close else f"give a path, or the name of a file in {CONFIGS}."
     raise MissingFileError(f"{name}: there is no such config; {hint}")
@@ -62,7 +64,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
 
     Args:
         path: YAML file, see `find_config`; its `base:` key names a file with the settings that it overrides, relative
-            to it or as in `find_config`.
+            to it or as in `find_config`, or a list of them, of which later ones override earlier ones.
         overrides: `key=value` arguments; dots separate the levels (`train.lr=1e-5`).
     """
     path = find_config(path)
@@ -106,13 +108,14 @@ def differences(first: Any, second: Any, prefix: str = "") -> list[str]:
 
 
 def _read_layers(path: Path) -> list[tuple[str, Tree]]:
-    """The settings of a file and of its base files, the innermost base first, each with its file name."""
+    """Return the settings of a file and of its base files, the innermost base first, each with its file name."""
     tree = dict(read_yaml(path) or {})
-    base = tree.pop("base", None)
-    below = (
-        [] if base is None else _read_layers(beside if (beside := path.parent / base).is_file() else find_config(base))
-    )
-    return [*below, (str(path), _with_found_inputs(tree, path.parent))]
+    bases = tree.pop("base", [])
+    layers = []
+    for base in [bases] if isinstance(bases, str) else bases:
+        beside = path.parent / base
+        layers += _read_layers(beside if beside.is_file() else find_config(base))
+    return [*layers, (str(path), _with_found_inputs(tree, path.parent))]
 
 
 def _merge_all(layers: list[tuple[str, Tree]]) -> Tree:

@@ -246,3 +246,20 @@ def test_configs_that_come_along_are_found_by_name_from_anywhere(name, tmp_path,
 def test_a_mistyped_config_says_what_is_close(name, near):
     with pytest.raises(MissingFileError, match=f"{name}: there is no such config; did you mean .*{near}"):
         find_config(name)
+
+
+def test_several_base_files_override_each_other_in_their_order(tmp_path):
+    for name, epochs, lr in (("first", 1, 0.1), ("second", 2, 0.2)):
+        (tmp_path / f"{name}.yaml").write_text(f"train: {{epochs: {epochs}, lr: {lr}}}\n")
+    (tmp_path / "run.yaml").write_text(
+        f"base: [{ROOT / 'configs/tiny/refcoco.yaml'}, first.yaml, second.yaml]\ntrain: {{lr: 0.3}}\n"
+    )
+    train = load_config(tmp_path / "run.yaml").train
+    assert (train.epochs, train.lr) == (2, 0.3)
+    assert train.betas == (0.9, 0.98), "of the first base file"
+
+
+def test_what_configs_share_is_not_suggested_as_a_run():
+    with pytest.raises(MissingFileError) as error:
+        find_config("demo/commo")
+    assert "common" not in str(error.value)
