@@ -126,10 +126,10 @@ class DataConfig(Config, frozen=True):
     # the batch
     canvas: tuple[PositiveInt, PositiveInt] | None = None
     flip: Fraction = 0.5  # of mirroring a training image
-    # precomputed features: flip boxes and swap words although the features are unflipped (official VL-BERT code); False
-    # forbids `flip` with them
+    # quirk: with precomputed features, flip boxes and swap words although the features are unflipped (official VL-BERT
+    # code); False forbids `flip` with them
     mirror_precomputed: bool = False
-    # use the mean of the region features for whole images without a feature of their own (official VL-BERT code)
+    # quirk: use the mean of the region features for whole images without a feature of their own (official VL-BERT code)
     mean_image_feature: bool = False
     # missing or unreadable images: training logs them and uses the next image; with "blank" it keeps their texts and
     # boxes with an image of the mean colour, if annotations or box file state the size (official VL-BERT pre-training).
@@ -221,17 +221,19 @@ class TrainConfig(Config, frozen=True):
     momentum: NonNegativeFloat = 0.9  # of sgd
     weight_decay: NonNegativeFloat = 1e-4
     decay_norm_and_bias: bool = True  # True: as in the official code
-    decay_bn_scales: bool = False  # without decay_norm_and_bias: scales of batch norms alone decay (VisualBERT's code)
+    # quirk: without decay_norm_and_bias, scales of batch norms alone decay (VisualBERT's code)
+    decay_bn_scales: bool = False
     warmup_steps: NonNegativeInt = 0
-    # instead of warmup_steps: fraction of all steps; -1: no warm-up, and the rate decays from half of `lr` (a quirk of
-    # BertAdam's schedule)
+    # instead of warmup_steps: fraction of all steps
+    # quirk: with -1 there is no warm-up, and the rate decays from half of `lr` (BertAdam's schedule)
     warmup_ratio: Annotated[float, Meta(ge=-1, le=1)] | None = None
     # after the warm-up; linear (the same as triangle) and cosine fall to 0
     schedule: Literal["linear", "cosine", "constant", "steps", "triangle"] = "linear"
     # the part of a longer schedule, and of its objectives, that this run follows: [0.5, 1.0] is the second half,
     # whose optimiser begins with fresh moments
     schedule_fraction: tuple[Fraction, Fraction] = (0.0, 1.0)
-    schedule_skips_zero: bool = False  # the first update has the rate of step 1, not 0 (official VL-BERT code)
+    # quirk: the first update has the rate of step 1, not 0 (official VL-BERT code)
+    schedule_skips_zero: bool = False
     milestones: list[Fraction] = []  # schedule "steps": fractions of all steps before each decay
     gamma: PositiveFloat = 0.1  # schedule "steps": factor per decay
     max_grad_norm: PositiveFloat | None = 1.0  # maximum norm of all gradients together

@@ -68,17 +68,19 @@ CLASS_NAMES = tuple(name.replace(" ", "") for name in (CLASS_LISTS / "coco.txt")
 class VCRDatasetConfig(Config, frozen=True):
     """VCR. The defaults are those of the official VL-BERT code."""
 
-    # "answer" (Q->A) or "rationale" (QA->R). For pre-training: "both" uses each question twice, for its answer and for
-    # its rationale; "in_turn" (VisualBERT's code, by mistake) uses it once, alternating between four questions for
-    # their answers and four for their rationales.
+    # "answer" (Q->A) or "rationale" (QA->R). For pre-training, "both" uses each question twice, for its answer and for
+    # its rationale.
+    # quirk: "in_turn" (VisualBERT's code, by mistake) uses it once, alternating between four questions for their
+    # answers and four for their rationales
     question: Literal["answer", "rationale", "both", "in_turn"] = "answer"
     # "right": rationales are predicted for the right answer. "each": for each of the four answers, as the leaderboard
     # requires; a question then has four text indices, and no labels for training.
     condition_on: Literal["right", "each"] = "right"
     # which objects are candidate boxes. "all": all in the image, in file order, so that questions can share a detector
     # pass. "mentioned": those mentioned in the question and the choices (for rationales, also in the answers), in the
-    # order of first mention. "r2c": R2C's selection, in file order, see `find_relevant_objects`. "r2c_all_texts": the
-    # selection for the question with all its answers and rationales together (official VisualBERT code).
+    # order of first mention. "r2c": R2C's selection, in file order, see `find_relevant_objects`.
+    # quirk: "r2c_all_texts", the selection for the question with all its answers and rationales together (official
+    # VisualBERT code)
     objects: Literal["all", "mentioned", "r2c", "r2c_all_texts"] = "all"
     class_names: tuple[str, ...] = CLASS_NAMES  # in the order of the detector's classes
     # object names in the question and the choices are phrases to ground in the objects' boxes, which a run with

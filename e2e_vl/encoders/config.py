@@ -122,7 +122,7 @@ class VisualBertEncoderConfig(TransformerConfig, frozen=True):
     bypass_transformer: bool = False
     # initialise both visual tables as copies of the text's, also when loading a BERT
     special_visual_initialize: bool = True
-    train_pooler: bool = False  # the official optimiser does not train the pooler
+    train_pooler: bool = False  # quirk: the official optimiser does not train the pooler
 
 
 class LxmertEncoderConfig(TransformerConfig, frozen=True):
@@ -135,8 +135,8 @@ class LxmertEncoderConfig(TransformerConfig, frozen=True):
     # "shared": one module attends from words to regions and from regions to words (official code). "separate": each
     # direction has its own (paper, section 2.2).
     cross_attention: Literal["shared", "separate"] = "shared"
-    # add segment embeddings to words (official code: always the same segment); False: word and position only (paper,
-    # section 2.1)
+    # quirk: add segment embeddings to words, always of the same segment (official code); False: word and position only
+    # (paper, section 2.1)
     with_segments: bool = True
     # the summary. "tanh": tanh(Linear([CLS])) (official code). "state": the state of [CLS] (paper, section 2.3).
     # "butd": the state of [CLS] attends to the detector's features, see `TopDownAttention` (paper's table 3).

@@ -26,7 +26,8 @@ class ReferringConfig(Config, frozen=True):
     loss: Literal["binary", "softmax"] = "binary"
     # a region is positive if its IoU with the referred box is greater than this
     positive_iou: Annotated[float, Meta(ge=0, lt=1)] = 0.5
-    plus_one: bool = True  # in that IoU, add one pixel to widths and heights: (x2 - x1 + 1) * (y2 - y1 + 1)
+    # quirk: in that IoU, add one pixel to widths and heights: (x2 - x1 + 1) * (y2 - y1 + 1)
+    plus_one: bool = True
     positive_weight: NonNegativeFloat = 1.0  # weight of positive regions in the binary loss
     # the box of the whole image is a candidate like any other. False: it is neither trained nor predicted, unless a
     # text has no other region and `allow_no_regions` is off.
@@ -99,7 +100,7 @@ class AnswerConfig(Config, frozen=True):
     head_width: PositiveInt = 1  # width of that hidden layer, as a multiple of the summary's (LXMERT: 2)
     head_init: InitScheme = "official"  # initialisation of the head, see `e2e_vl.tasks.base.init_head`
     top_answers: PositiveInt = 5  # number of best answers in a prediction
-    # `<unk>` may be predicted, as in the test file of the official VisualBERT code (but not in its validation)
+    # quirk: `<unk>` may be predicted, as in the test file of the official VisualBERT code (but not in its validation)
     unknown_can_win: bool = False
 
 
@@ -117,8 +118,8 @@ class GQAConfig(AnswerConfig, frozen=True):
     # as in `AnswerConfig`; "softmax_times_answers" is the loss "softmax" times the number of possible answers (official
     # LXMERT code with `--mceLoss`)
     loss: Literal["binary", "softmax", "divergence", "softmax_times_answers"] = "binary"
-    # with "softmax_times_answers", an answer that is not in the vocabulary becomes class 0 (a bug of that option);
-    # False: its question is skipped
+    # quirk: with "softmax_times_answers", an answer that is not in the vocabulary becomes class 0 (a bug of that
+    # option); False: its question is skipped
     unlisted_is_first: bool = False
     min_answer_count: PositiveInt = 1  # all 1,842 answers of the balanced questions of train and val
     dropout: Dropout = 0.0
@@ -155,8 +156,8 @@ class VCRConfig(Config, frozen=True):
     # "box": people get names in the order of their boxes. "mention": in the order in which sentences mention them (R2C,
     # official VisualBERT code).
     name_order: Literal["box", "mention"] = "box"
-    # with "mention": people mentioned only in a choice get names from the first one again, so that two people may share
-    # a name (a bug in R2C's code, and in the official VisualBERT code)
+    # quirk: with "mention", people mentioned only in a choice get names from the first one again, so that two people
+    # may share a name (a bug in R2C's code, and in the official VisualBERT code)
     names_restart_in_choices: bool = False
     # with "box", in training: start at a random name (the official code continues from question to question); False:
     # always start at the first name
@@ -164,8 +165,9 @@ class VCRConfig(Config, frozen=True):
     join_word: str | None = "and"  # between several objects; None leaves it out (R2C)
     # words that refer to an object get its region's vector; False: all words get the vector of the whole image
     ground_words: bool = True
-    # where: "pieces", at all wordpieces of an object's name; "word_number", at the position equal to the name's word
-    # number before wordpiece tokenization, see `rows_by_word_number` (official VisualBERT code)
+    # where: "pieces", at all wordpieces of an object's name
+    # quirk: "word_number", at the position equal to the name's word number before wordpiece tokenization, see
+    # `rows_by_word_number` (official VisualBERT code)
     grounding_position: Literal["pieces", "word_number"] = "pieces"
     # question and choice together are truncated to this number of wordpieces, not counting [CLS] and [SEP]
     max_pieces: Annotated[int, Meta(ge=2)] = 64
@@ -173,8 +175,8 @@ class VCRConfig(Config, frozen=True):
     # rationales without a label (official); "fronts" removes the first pieces of both the choice and the text before
     # it, see `truncate_fronts`
     truncation: Literal["longer", "fronts"] = "longer"
-    # with "fronts": only the choice is truncated (a bug in the official VisualBERT code, which takes the length of a
-    # pair for the length of the text before the choice)
+    # quirk: with "fronts", only the choice is truncated (a bug in the official VisualBERT code, which takes the length
+    # of a pair for the length of the text before the choice)
     truncate_choices_only: bool = False
     mask_size: PositiveInt | None = 14  # size of the instance masks and of the detector's RoI maps; None = no masks
     # a mask cell belongs to the object if its upper left corner does or, as in R2C's and VisualBERT's code, its centre
@@ -218,8 +220,8 @@ class MaskedWordsConfig(ObjectiveConfig, frozen=True):
     always_mask: bool = False  # replace all chosen words by [MASK] (paper), not only 80 % (official code)
     # mask whole words (VL-BERT); False: mask each wordpiece independently (VisualBERT, LXMERT)
     whole_words: bool = True
-    # append a random human answer to a question, new in each epoch, and mask it too (VisualBERT). "letters": each of
-    # its letters is a word (a bug in VisualBERT's code).
+    # "words": append a random human answer to a question, new in each epoch, and mask it too (VisualBERT)
+    # quirk: "letters", where each letter of the answer is a word (a bug in VisualBERT's code)
     answer: Literal["left_out", "words", "letters"] = "left_out"
 
 
@@ -302,8 +304,8 @@ class ChoiceTextsConfig(Config, frozen=True):
 
     task: str  # the task that encodes and truncates the texts, a key of TASKS in e2e_vl/registry.py
     config: Any = {}  # config of that task
-    # "random": a random choice in each epoch. "in_turn": for text i always choice i modulo the number of choices (a bug
-    # in VisualBERT's code)
+    # "random": a random choice in each epoch
+    # quirk: "in_turn", for text i always choice i modulo the number of choices (a bug in VisualBERT's code)
     drawn: Literal["random", "in_turn"] = "random"
 
     def __post_init__(self) -> None:
@@ -340,11 +342,11 @@ class PretrainingConfig(Config, frozen=True):
     max_detected_regions: PositiveInt | None = 100
     # maximum number of wordpieces and regions of a text together; None = no truncation
     max_length: Annotated[int, Meta(ge=3)] | None = 64
-    # how pairs of texts longer than data.max_text_length are truncated, see `TextTokenizer.pair`; "fronts_too_much" is
-    # as in VisualBERT's code, and "fronts" the same without its sign error
+    # how pairs of texts longer than data.max_text_length are truncated, see `TextTokenizer.pair`
+    # quirk: "fronts_too_much", which is "fronts" with the sign error of VisualBERT's code
     pair_truncation: Literal["ends", "fronts", "fronts_too_much"] = "ends"
-    # which part of the masked-language-modelling head is initialised from a BERT in task.weights: the whole "head", or
-    # only its output "bias" (official LXMERT code, whose pre-training from scratch keeps BERT's bias)
+    # which part of the masked-language-modelling head is initialised from a BERT in task.weights: the whole "head"
+    # quirk: only its output "bias" (official LXMERT code, whose pre-training from scratch keeps BERT's bias)
     word_start: Literal["head", "bias"] = "head"
     # for data sets of questions with several choices; None for other data sets
     choices: ChoiceTextsConfig | None = None
