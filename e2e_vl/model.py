@@ -76,9 +76,11 @@ class VisionLanguageModel(nn.Module):
         return self
 
     def forward(self, batch: Batch, *, output_attentions: bool = False) -> ModelOutput:
-        """One pass over N images and the M texts about them. Returns the task's losses and logits, the regions per
-        image (with detection losses if the batch has detection targets) and per text, the encoder's output (with
-        attention maps if `output_attentions`), and the output of the phrase head if the batch has phrases.
+        """Run the model once over N images and the M texts about them.
+
+        Returns the task's losses and logits, the regions per image (with detection losses if the batch has detection
+        targets) and per text, the encoder's output (with attention maps if `output_attentions`), and the output of the
+        phrase head if the batch has phrases.
         """
         if batch.image_index.shape[1] > 1:
             self.encoder.require(Ability.IMAGE_PAIRS, "A text about several images")

@@ -115,8 +115,10 @@ def check_name(name: str, choices: Iterable[str], where: str) -> None:
 
 
 def decode(values: Any, kind: type[Decoded], key: str) -> Decoded:
-    """Convert settings to a Struct if they are not one yet; `key` names their field in error messages. Raises
-    UserError: an unknown key, or a value of the wrong type or out of range.
+    """Convert settings to a Struct if they are not one yet.
+
+    `key` names their field in error messages. Raises UserError: an unknown key, or a value of the wrong type or out of
+    range.
     """
     try:
         return msgspec.convert(values, kind, strict=True)

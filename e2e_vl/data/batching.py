@@ -371,9 +371,7 @@ def canvas_size(sizes: Sequence[tuple[int, int]], canvas: Sequence[int]) -> tupl
 
 
 def pad_texts(texts: Sequence[EncodedText]) -> TextBatch:
-    """Pad M texts on the right ([PAD] is 0 in BERT's vocabularies). Returns `TextBatch`, with L = the length of the
-    longest text (at least 1).
-    """
+    """Pad M texts on the right ([PAD] is 0 in BERT's vocabularies) to the length L of the longest text, at least 1."""
     lengths = [len(text.encoding.input_ids) for text in texts]
     shape = (len(texts), max(lengths, default=0) or 1)
     input_ids = torch.zeros(shape, dtype=torch.int64)

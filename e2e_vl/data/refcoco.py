@@ -174,8 +174,9 @@ def split_contains(split: str, name: str) -> bool:
 
 
 class RefCOCODataset(RecordDataset):
-    """Expressions of one split (see `split_contains`), grouped by image. `phrases`: the noun phrases of all
-    expressions; None: each expression is one phrase.
+    """Expressions of one split (see `split_contains`), grouped by image.
+
+    `phrases`: the noun phrases of all expressions; None: each expression is one phrase.
     """
 
     file_keys = ("images", "instances", "refs", "phrases", "phrase_boxes", "detections", "features")

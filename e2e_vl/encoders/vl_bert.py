@@ -357,8 +357,10 @@ class VLBertModel(Encoder):
         output_attentions: bool = False,
         intermediate_layer: int | None = None,
     ) -> EncoderOutput:
-        """See `Encoder.forward`; with `config.uses_whole_image`, row 0 of the regions is the whole image. The
-        summary is the state at `texts.summary`, or else the pooled state of [CLS] with `config.with_pooler`.
+        """Encode texts and regions, see `Encoder.forward`.
+
+        With `config.uses_whole_image`, row 0 of the regions is the whole image. The summary is the state at
+        `texts.summary`, or else the pooled state of [CLS] with `config.with_pooler`.
         """
         hidden, layout = self.embeddings(texts, regions)
         run = self.encode(hidden, layout, regions, output_attentions, intermediate_layer)

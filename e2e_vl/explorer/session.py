@@ -297,8 +297,9 @@ def draw_regions(session: Session) -> np.ndarray | None:
 
 
 def draw_answer(session: Session, found: Inspection | None, masked: tuple[int, ...] = ()) -> np.ndarray | None:
-    """Picture, uint8 RGB [height, width, 3], of an answer's boxes (or else the regions with the most attention) and its
-    phrases; None: no photo or answer.
+    """Draw the boxes of an answer (or else the regions with the most attention) and its phrases.
+
+    Returns uint8 RGB [height, width, 3]; None: no photo or answer.
     """
     if found is None or session.photo is None:
         return None

@@ -333,6 +333,7 @@ def make_synthetic_data(config: RunConfig) -> None:
 
 def build_tokenizer(config: RunConfig, *, writes: bool = True) -> PreTrainedTokenizerBase:
     """Load the tokenizer of `data.vocabulary`, or build one from the training texts and save it in the run directory.
+
     `writes`: whether this process builds the vocabulary; if not, another process has already written it.
     """
     if config.data.vocabulary is not None:
@@ -463,8 +464,9 @@ def build_loader(
     *,
     training: bool = False,
 ) -> ImageLoader:
-    """The loader of the images of a run and their boxes; deterministic in evaluation. `dataset`: opens its box files;
-    None: boxes come with each sample or from the detector.
+    """Return the loader of the images of a run and their boxes, which is deterministic in evaluation.
+
+    `dataset`: opens its box files; None: boxes come with each sample or from the detector.
     """
     data = config.data
     sizes = data.resize.short_edge if training else data.resize.short_edge[-1:]

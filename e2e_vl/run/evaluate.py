@@ -80,8 +80,9 @@ class MetricName:
 
     @property
     def is_constant(self) -> bool:
-        """Whether the value does not improve with training: a count, a shortcut, the upper bound for given boxes, or
-        the threshold of sure answers.
+        """Whether the value does not improve with training.
+
+        It is a count, a shortcut, the upper bound for given boxes, or the threshold of sure answers.
         """
         is_given = self.metric == "ceiling" and self.source is not BoxSource.ONLINE
         return is_given or self.metric in (*COUNTS, baselines.METRIC, SURE_THRESHOLD)

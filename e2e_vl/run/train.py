@@ -310,8 +310,10 @@ class Trainer:
                         return
 
     def train_step(self, micro_batches: list[Batch]) -> tuple[dict[str, float], int]:
-        """One optimiser step. Returns the losses, their weighted sum `loss`, the gradient norm and the learning rates;
-        and the number of a signal that any process received, or 0.
+        """Take one optimiser step.
+
+        Returns the losses, their weighted sum `loss`, the gradient norm and the learning rates; and the number of a
+        signal that any process received, or 0.
         """
         accelerator, detector, max_grad_norm = self.accelerator, self.config.detector, self.config.train.max_grad_norm
         objectives = objective_weights(self.config, self.total_steps, self.step)
@@ -383,9 +385,10 @@ class Trainer:
         bar.set_postfix({"loss": f"{means['loss']:.3f}"}, refresh=False)
 
     def evaluate(self, max_images: int | None, *, final: bool = False) -> dict[str, Any]:
-        """Evaluate the current model, log the metrics, and save it if it is the best so far. `max_images`: maximum
-        number of images per split; None = all. A signal ends the evaluation and the run, after a checkpoint if there is
-        none of this step; --resume makes the evaluation again.
+        """Evaluate the current model, log the metrics, and save it if it is the best so far.
+
+        `max_images`: maximum number of images per split; None = all. A signal ends the evaluation and the run, after a
+        checkpoint if there is none of this step; --resume makes the evaluation again.
         """
         self.stop.at_once = self.saved_step == self.step
         try:

@@ -126,8 +126,9 @@ class FormatWriter(ABC):
 
     @abstractmethod
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
-        """Write all files of the format into a folder of its name. `scenes`: the scenes of all splits, in the order of
-        their image ids.
+        """Write all files of the format into a folder of its name.
+
+        `scenes`: the scenes of all splits, in the order of their image ids.
         """
 
 
@@ -177,8 +178,9 @@ def _corners(path: np.ndarray) -> np.ndarray:
 
 
 def draw_detections(scene: Scene, config: ImitatedDetectorConfig, rng: np.random.Generator) -> list[dict[str, Any]]:
-    """Detections as from an imperfect detector, at least one. Returns dicts of `box` [x, y, w, h] in pixels,
-    `category_id`, `category_name` and `score`.
+    """Draw detections as from an imperfect detector, at least one.
+
+    Returns dicts of `box` [x, y, w, h] in pixels, `category_id`, `category_name` and `score`.
     """
     size = scene.image.shape[1], scene.image.shape[0]
     truth = np.array([item.box for item in scene.objects], float)

@@ -33,8 +33,11 @@ _Question = dict[str, Any]  # a record that refers to other questions and object
 
 
 class GQAWriter(FormatWriter):
-    """Writes `questions/<split>_{all,balanced}_questions.json`, `eval/<split>_choices.json` and
-    `sceneGraphs/<split>_sceneGraphs.json`; an image id is the image's number as a string."""
+    """Writes GQA's questions, choices and scene graphs; an image id is the image's number as a string.
+
+    The files are `questions/<split>_{all,balanced}_questions.json`, `eval/<split>_choices.json` and
+    `sceneGraphs/<split>_sceneGraphs.json`.
+    """
 
     def draw(self, scene: SceneRecord, graph: SceneGraph) -> dict[str, Any]:
         generator = self.recipe.generator(scene.split, scene.number, "gqa")

@@ -90,8 +90,10 @@ class ReferringExpression:
 
 
 def referent(expression: ReferringExpression, graph: SceneGraph) -> int | None:
-    """The one object that the expression is clearly true of. Returns its index; None when the expression is true of
-    none or of several objects, when it is unclear for any object, or when its anchor is not exactly one object.
+    """Return the index of the one object that the expression is clearly true of.
+
+    None when the expression is true of none or of several objects, when it is unclear for any object, or when its
+    anchor is not exactly one object.
     """
     candidates = expression.description.mask(graph)
     operator = expression.operator
@@ -148,8 +150,10 @@ def to_words(expression: ReferringExpression, rng: np.random.Generator) -> str:
 
 
 def split_phrases(expression: ReferringExpression, sentence: str) -> tuple[str, str, str]:
-    """Parse an expression from its words. Returns what it is, the words between, and what it is compared or related to;
-    the last two are empty for an expression that names nothing else.
+    """Parse an expression from its words.
+
+    Returns what it is, the words between, and what it is compared or related to; the last two are empty for an
+    expression that names nothing else.
     """
     operator = expression.operator
     if operator is None or operator in _SUPERLATIVES:

@@ -22,8 +22,10 @@ _JITTER = 0.05  # of a box, relative to its width and height
 
 
 class LxmertWriter(FormatWriter):
-    """Writes for every split the pre-training sentences `<split>.json`, the questions `<split>_vqa.json`, the
-    pairs of images `<split>_nlvr2.json` and the features `<split>_obj36.tsv`; and the lists of answers
+    """Writes the files of LXMERT's official code.
+
+    For every split these are the pre-training sentences `<split>.json`, the questions `<split>_vqa.json`, the pairs of
+    images `<split>_nlvr2.json` and the features `<split>_obj36.tsv`; and for all of them the lists of answers
     `all_ans.json` and `trainval_label2ans.json`.
     """
 

@@ -130,7 +130,9 @@ def draw_sets(split: str, scenes: Sequence[SceneRecord], recipe: Recipe) -> Iter
 
 
 class PairWriter(FormatWriter):
-    """Writes `data/<split>.json` (a line each), `images/<split>/...` under the names of the release, and
+    """Writes the examples, the images and the instances of NLVR2.
+
+    The files are `data/<split>.json` (a line each), `images/<split>/...` under the names of the release, and
     `instances_<split>.json`, where each image of a pair is an image of its own.
 
     The images are links to the drawn scenes where the disk allows it, whatever their format: as in the release, the

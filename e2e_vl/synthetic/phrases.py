@@ -221,8 +221,10 @@ def _line(caption: EntityCaption, chains: _Chains) -> str:
 
 
 def _xml(scene: SceneRecord, chains: _Chains) -> str:
-    """One object per box with the chains that name it, and one per scene. Pixels are counted from 1, the last
-    included."""
+    """Return the annotation file of a scene: an object per box with the chains that name it, and one per scene.
+
+    Pixels are counted from 1, the last included.
+    """
     root = ElementTree.Element("annotation")
     ElementTree.SubElement(root, "filename").text = f"{scene.image_id}.jpg"
     size = ElementTree.SubElement(root, "size")
@@ -284,8 +286,11 @@ _NOUNS = frozenset({*SHAPES, *THINGS})
 
 
 class VisualGenomeWriter(FormatWriter):
-    """Writes `image_data_<split>.json`, `region_descriptions_<split>.json`, `region_graphs_<split>.json` and
-    `VG_100K/<id>.jpg`; an id is the image's number."""
+    """Writes Visual Genome's region descriptions and graphs; an id is the image's number.
+
+    The files are `image_data_<split>.json`, `region_descriptions_<split>.json`, `region_graphs_<split>.json` and
+    `VG_100K/<id>.jpg`.
+    """
 
     def draw(self, scene: SceneRecord, graph: SceneGraph) -> list[EntityCaption]:
         return [phrases_of_reference(reference, graph) for reference in scene.references]

@@ -431,8 +431,10 @@ def _columns(table: np.ndarray) -> list[int]:
 
 
 def _gaps(scene: Scene) -> np.ndarray:
-    """Distances between the visible pixels of every two objects, float [n, n], within 2 per cent;
-    neighbouring pixels are 1 apart."""
+    """Return the distances between the visible pixels of every two objects, float [n, n], within 2 per cent.
+
+    Neighbouring pixels are 1 apart.
+    """
     n = len(scene.objects)
     gaps = np.zeros((n, n))
     pixels = [np.flatnonzero(item.visible) for item in scene.objects]

@@ -56,8 +56,10 @@ class VCRWriter(FormatWriter):
     """Writes the files listed at the top; image files of an interrupted run are replaced."""
 
     def draw(self, scene: SceneRecord, graph: SceneGraph) -> list[_Question]:
-        """Up to `_MAX_QUESTIONS` different questions. Returns dicts of "family", "question", and "answer_choices",
-        "answer_label", "rationale_choices" and "rationale_label", the right choice at a random place.
+        """Draw up to `_MAX_QUESTIONS` different questions.
+
+        Returns dicts of "family", "question", and "answer_choices", "answer_label", "rationale_choices" and
+        "rationale_label", the right choice at a random place.
         """
         rng, families = self.recipe.generator(scene.split, scene.number, "vcr"), self.recipe.language.vcr_families
         colours = [appearance.colour for appearance in graph.appearances]

@@ -84,9 +84,10 @@ class VQAWriter(FormatWriter):
 
 
 def draw_vqa_questions(graph: SceneGraph, config: SceneConfig, rng: np.random.Generator) -> list[_Question]:
-    """Draw different questions about a scene, leaving out kinds that do not apply to it. Returns dicts of "question",
-    "kind", "question_type", "answer_type", "answers" (ten strings) and "multiple_choice_answer"; at least one question
-    is about a count.
+    """Draw different questions about a scene, leaving out kinds that do not apply to it.
+
+    Returns dicts of "question", "kind", "question_type", "answer_type", "answers" (ten strings) and
+    "multiple_choice_answer"; at least one question is about a count.
     """
     makers = {
         "colour": partial(_ask_value, "colour", "what color is the"),

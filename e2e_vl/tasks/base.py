@@ -49,8 +49,10 @@ class Sizes:
 
 
 def init_head(linears: Iterable[nn.Linear], start: InitScheme | float) -> None:
-    """Initialise a head; all biases are zero. `start`: "official": Xavier uniform weights, as in the official VL-BERT
-    code. "normal": N(0, 0.02), as in the paper for all new layers. A number: N(0, number).
+    """Initialise a head; all biases are zero.
+
+    `start`: "official": Xavier uniform weights, as in the official VL-BERT code. "normal": N(0, 0.02), as in the paper
+    for all new layers. A number: N(0, number).
     """
     for linear in linears:
         if start == "official":
@@ -318,8 +320,9 @@ class Task(nn.Module, abc.ABC):
         return [(f"{prediction.detected_class or ''} {prediction.score:.2f}{unsure}".strip(), prediction.box)]
 
     def draw(self, prediction: Prediction) -> np.ndarray | None:
-        """Draw a prediction and the ground truth; by default the image with phrases. Returns uint8 RGB [height, width,
-        3]; None if the text has no image.
+        """Draw a prediction and the ground truth; by default the image with phrases.
+
+        Returns uint8 RGB [height, width, 3]; None if the text has no image.
         """
         if prediction.file_name is None:
             return None

@@ -105,8 +105,10 @@ class AnswerConfig(Config, frozen=True):
 
 
 class VQAConfig(AnswerConfig, frozen=True):
-    """The defaults are those of the official VL-BERT code. With the loss "softmax" the target is the most frequent
-    answer (paper, section 4.2.2)."""
+    """VQA v2. The defaults are those of the official VL-BERT code.
+
+    With the loss "softmax" the target is the most frequent answer (paper, section 4.2.2).
+    """
 
     # compute targets from normalised human answers; False: from raw strings (official)
     normalised_targets: bool = False

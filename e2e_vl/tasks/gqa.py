@@ -81,8 +81,11 @@ class GQATask(AnswerTask):
 
     @override
     def predict(self, output: ModelOutput, top_k: int | None = None) -> list[GQAPrediction]:
-        """As `AnswerTask.predict`, with `is_valid` and `is_plausible` from the question's choices, and `grounding`
-        from the boxes of the objects that it mentions."""
+        """Predict as `AnswerTask.predict` does, and judge the answers.
+
+        `is_valid` and `is_plausible` come from the question's choices, and `grounding` from the boxes of the objects
+        that it mentions.
+        """
         predictions = super().predict(output, top_k)
         for prediction, attended in zip(predictions, self._attended(output), strict=True):
             named = prediction.metadata.pop("named_boxes", None)

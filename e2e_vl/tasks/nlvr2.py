@@ -83,8 +83,10 @@ def nlvr2_scores(labels: Mapping[str, str], predictions: Mapping[str, str]) -> d
 
 
 def nlvr2_metrics(predictions: Sequence[NLVR2Prediction]) -> dict[str, float]:
-    """The metrics of a run. Returns "count"; and if there are labels, "accuracy", "accuracy/<label>" (over the examples
-    with that label) and "consistency".
+    """Return the metrics of a run.
+
+    They are "count"; and if there are labels, "accuracy", "accuracy/<label>" (over the examples with that label) and
+    "consistency".
     """
     labelled = [one for one in predictions if one.label is not None]
     metrics = {"count": float(len(predictions))}
@@ -167,8 +169,10 @@ class NLVR2Task(Task):
         return question.sample(SampleText(0, question.text, {}, image_index=IMAGES))
 
     def forward(self, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
-        """Judge M texts. Returns `logits` float32 [M, 2], the score of "False" (0 with the loss "sigmoid") and of
-        "True", and the loss `nlvr2` if the labels are known. Its count is the number of texts with a label.
+        """Score whether M texts are true of their images.
+
+        Returns `logits` float32 [M, 2], the score of "False" (0 with the loss "sigmoid") and of "True", and the loss
+        `nlvr2` if the labels are known. Its count is the number of texts with a label.
         """
         logits = at_least_float32(self.head(encoded.summary))
         if self.config.loss == "sigmoid":

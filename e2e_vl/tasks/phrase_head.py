@@ -96,8 +96,9 @@ def log_attention_of(
 
 
 def overlapping(text_regions: TextRegions, text: Int64[Tensor, " P"], boxes: Ragged) -> Bool[Tensor, "P R"]:
-    """Regions whose IoU with any box of the phrase is at least 0.5. `boxes`: the boxes of each phrase, xyxy in pixels
-    of the resized image.
+    """Return which regions have an IoU of at least 0.5 with any box of the phrase.
+
+    `boxes`: the boxes of each phrase, xyxy in pixels of the resized image.
     """
     phrase = boxes.owner  # phrase index of each box
     ours, true = text_regions.boxes[text[phrase]], boxes.values[:, None].to(text_regions.boxes)
@@ -153,7 +154,8 @@ def predicted_spans(tags: Float[Tensor, "M L 3"], phrases: PhraseBatch) -> list[
 
 
 def word_level_tags(tags: Float[Tensor, "M L 3"], continues: Bool[Tensor, "M L"]) -> Int64[Tensor, "M L"]:
-    """The most probable tags that are consistent within words.
+    """Return the most probable tags that are consistent within words.
+
     `continues`: a wordpiece of the word of the previous one.
     """
     each = tags.log_softmax(dim=2)

@@ -119,8 +119,9 @@ class PretrainingPreprocessor(Preprocessor):
         make_generator: GeneratorFactory,
         generator: np.random.Generator,
     ) -> tuple[TextEncoding, Int64[np.ndarray, " L"] | None]:
-        """Encode a question with one of its choices; each wordpiece is masked as a separate word. Returns the encoding,
-        and the candidate box of each wordpiece (-1 = none), see `EncodedText.region_of_token`.
+        """Encode a question with one of its choices; each wordpiece is masked as a separate word.
+
+        Returns the encoding, and the candidate box of each wordpiece (-1 = none), see `EncodedText.region_of_token`.
         """
         if self.choices is None:
             raise UserError("The data set has questions with choices; set task.config.choices.task to their task.")
@@ -240,8 +241,9 @@ class PretrainingTask(Task):
             objective.check(info, detector, self.config)
 
     def forward(self, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
-        """Compute the weighted losses of all objectives. Returns the losses, and by objective `parts`, the logits, and
-        `details`, the outputs. `logits` is empty [M, 0].
+        """Compute the weighted losses of all objectives.
+
+        Returns the losses, and by objective `parts`, the logits, and `details`, the outputs. `logits` is empty [M, 0].
         """
         details = {}
         transformed = encoded

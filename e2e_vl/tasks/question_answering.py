@@ -195,9 +195,10 @@ class AnswerTask(Task):
         )
 
     def forward(self, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
-        """Score the answers of M texts. Returns `logits` float32 [M, Y], and the task's loss if the batch has targets.
-        Its count is the number of texts with a target ("binary", "divergence"; see `AnswerConfig.skip_unlisted`) or
-        with a known answer ("softmax").
+        """Score the answers of M texts.
+
+        Returns `logits` float32 [M, Y], and the task's loss if the batch has targets. Its count is the number of texts
+        with a target ("binary", "divergence"; see `AnswerConfig.skip_unlisted`) or with a known answer ("softmax").
         """
         logits = at_least_float32(self.head(encoded.summary))
         losses = {}

@@ -115,8 +115,9 @@ def write_leaderboard(path: Path, scores: LeaderboardScores) -> None:
 def join_predictions(
     answers_run: Sequence[VCRPrediction], rationales_run: Sequence[VCRPrediction]
 ) -> LeaderboardScores:
-    """Join the predictions of a Q->A run and of a QA->R run with condition_on=each. Returns the scores, in the
-    order of `answers_run`.
+    """Join the predictions of a Q->A run and of a QA->R run with condition_on=each.
+
+    Returns the scores, in the order of `answers_run`.
     """
     answers, rationales = _by_question(answers_run, "answer"), _by_question(rationales_run, "rationale")
     wanted = [(annot_id, answer) for annot_id, _ in answers for answer in range(CHOICES)]
@@ -236,8 +237,9 @@ def encode_sentence(
     join_word: str | None = "and",
     first_word: int = 0,
 ) -> list[Piece]:
-    """Split every word into wordpieces; the pieces of an object's name have the row of its box. `join_word`: word
-    between several objects; None leaves it out (R2C).
+    """Split every word into wordpieces; the pieces of an object's name have the row of its box.
+
+    `join_word`: word between several objects; None leaves it out (R2C).
     """
     pieces = []
     for number, (word, named) in enumerate(sentence_words(sentence, names, join_word), start=first_word):
@@ -625,9 +627,10 @@ class VCRTask(Task):
             )
 
     def forward(self, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
-        """Score the four choices of U questions; texts that only have phrases are ignored. Returns `logits` float32 [U,
-        4]; if the batch has labels, the loss `choice` (count: choices with "sigmoid", questions with "softmax") and the
-        weighted loss `region_class` (count: regions of all choices).
+        """Score the four choices of U questions; texts that only have phrases are ignored.
+
+        Returns `logits` float32 [U, 4]; if the batch has labels, the loss `choice` (count: choices with "sigmoid",
+        questions with "softmax") and the weighted loss `region_class` (count: regions of all choices).
         """
         targets = batch.targets or VCRTargets()
         logits = at_least_float32(self.head(targets.with_target(encoded.summary))).view(-1, CHOICES)

@@ -51,8 +51,10 @@ class TextDraft:
 
 @dataclasses.dataclass(frozen=True)
 class ObjectivePreprocessor:
-    """Prepares texts and targets for an objective, in data workers. The methods are called in order; by default they do
-    nothing."""
+    """Prepares texts and targets for an objective, in data workers.
+
+    The methods are called in order; by default they do nothing.
+    """
 
     text_tokenizer: TextTokenizer
 
@@ -172,6 +174,7 @@ class Objective(nn.Module, abc.ABC):
 
     def check(self, info: DatasetInfo | None, detector: Detector, masking: PretrainingConfig) -> None:
         """Raise a UserError if data, detector or region masking do not fit the objective; does nothing by default.
+
         `info` is None in prediction.
         """
 
@@ -184,7 +187,8 @@ class Objective(nn.Module, abc.ABC):
     def class_names(
         self, output: ModelOutput, wordpieces: Sequence[str], masking: PretrainingConfig
     ) -> Sequence[str] | None:
-        """Names of the predicted classes, for reports and answers; None: they have no names.
+        """Return the names of the predicted classes, for reports and answers; None: they have no names.
+
         `masking` gives the place of the background.
         """
         return None
