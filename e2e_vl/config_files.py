@@ -1,6 +1,6 @@
 """Reading and writing a run's settings: YAML files with their bases, and `key=value` arguments.
 
-The command line (`train.lr=1e-5`) overrides the file, the file its `base:` file, and that the defaults of
+The command line (`train.lr=1e-5`) overrides the file, the file its `base:` file, and that file the defaults of
 `e2e_vl/config.py`.
 """
 
@@ -19,10 +19,7 @@ from typing import Any, Literal
 import msgspec
 import yaml
 
-from detector.config import (
-    DetectorConfig,
-    merge,
-)
+from detector.config import DetectorConfig, merge
 from detector.errors import MissingFileError, UserError, user_path
 from detector.io import decode_yaml, read_yaml, write_text
 from detector.zoo import PublishedWeights, resolve_weights
@@ -41,17 +38,25 @@ Tree = dict[str, Any]  # nested settings, as in YAML
 
 
 def find_config(name: str | Path) -> Path:
-    """A config file: a path, or the name of a config that comes along, such as demo/refcoco; `.yaml` may be omitted."""
+    """Find a config file by its path, or by the name of one that comes along, such as demo/refcoco.
+
+    The extension `.yaml` may be omitted.
+    """
     path = user_path(name, "The config")
-    for place in (Path(), CONFIGS.parent, CONFIGS):
-        if found := next((one for one in (place / path, place / f"{path}.yaml") if one.is_file()), None):
-            return found
+    for folder in (Path(), CONFIGS.parent, CONFIGS):
+        for candidate in (folder / path, folder / f"{path}.yaml"):
+            if candidate.is_file():
+                return candidate
     written = str(path.with_suffix("")).removeprefix("configs/")
     files = [file for file in sorted(CONFIGS.glob("*/*.yaml")) if file.name != COMMON]
     names = [file.relative_to(CONFIGS).with_suffix("").as_posix() for file in files]
     names += [str(file) for file in sorted(path.parent.glob("*.yaml"))]
-    close = difflib.get_close_matches(written, names) or [one for one in names if Path(one).name == path.stem]
-    hint = f"did you mean {' or '.join(close)}?" if close else f"give a path, or the name of a file in {CONFIGS}."
+    similar = difflib.get_close_matches(written, names)
+    if not similar:
+        similar = [other for other in names if Path(other).name == path.stem]
+    hint = f"give a path, or the name of a file in {CONFIGS}."
+    if similar:
+        hint = f"did you mean {' or '.join(similar)}?"
     raise MissingFileError(f"{name}: there is no such config; {hint}")
 
 
@@ -97,22 +102,28 @@ def parse_overrides(words: Iterable[str]) -> Tree:
 
 
 def differences(first: Any, second: Any, prefix: str = "") -> list[str]:
-    """The differences of two settings, as `key: one -> other` lines."""
-    first, second = (msgspec.to_builtins(one) if isinstance(one, msgspec.Struct) else one for one in (first, second))
-    if isinstance(first, dict) and isinstance(second, dict):
-        lines = []
-        for key in sorted({*first, *second}):
-            lines += differences(first.get(key), second.get(key), f"{prefix}.{key}" if prefix else str(key))
-        return lines
-    return [] if first == second else [f"{prefix}: {first} -> {second}"]
+    """List the differences of two settings, as `key: first -> second` lines."""
+    if isinstance(first, msgspec.Struct):
+        first = msgspec.to_builtins(first)
+    if isinstance(second, msgspec.Struct):
+        second = msgspec.to_builtins(second)
+    if not (isinstance(first, dict) and isinstance(second, dict)):
+        return [] if first == second else [f"{prefix}: {first} -> {second}"]
+    lines = []
+    for key in sorted({*first, *second}):
+        name = f"{prefix}.{key}" if prefix else str(key)
+        lines += differences(first.get(key), second.get(key), name)
+    return lines
 
 
 def _read_layers(path: Path) -> list[tuple[str, Tree]]:
     """Return the settings of a file and of its base files, the innermost base first, each with its file name."""
     tree = dict(read_yaml(path) or {})
-    bases = tree.pop("base", [])
+    bases = tree.pop("base", None) or []
+    if isinstance(bases, str):
+        bases = [bases]
     layers = []
-    for base in [bases] if isinstance(bases, str) else bases:
+    for base in bases:
         beside = path.parent / base
         layers += _read_layers(beside if beside.is_file() else find_config(base))
     return [*layers, (str(path), _with_found_inputs(tree, path.parent))]
@@ -123,23 +134,27 @@ def _merge_all(layers: list[tuple[str, Tree]]) -> Tree:
 
 
 def _nest(key: str, value: Any) -> Tree:
-    """`a.b` and 1 -> {"a": {"b": 1}}."""
+    """Turn `a.b` and 1 into {"a": {"b": 1}}."""
     return functools.reduce(lambda inner, name: {name: inner}, reversed(key.split(".")), value)
 
 
 def _with_found_inputs(tree: Tree, folder: Path) -> Tree:
-    """The settings of a file in `folder`, with input paths that exist from the working directory; see `load_config`."""
+    """Return the settings of a file in `folder`, with input paths that can be opened; see `load_config`."""
     exists = os.path.exists  # unlike Path.exists, it returns False in a folder without permission
+    above = folder.resolve()
+    folders = [above, *above.parents, CONFIGS.parent]
     for key in INPUTS:
         written = _get(tree, key.split("."))
         if not isinstance(written, str) or Path(written).is_absolute() or written.startswith("~"):
             continue
-        places = (Path(), folder.resolve(), *folder.resolve().parents, CONFIGS.parent)
-        if key == "data.root":  # what lies in a clone may be the drawn data of another run
-            places = tuple(place for place in places if place != CONFIGS.parent)
-        found = next((place / written for place in places if exists(place / written)), None)
-        if found is not None and found.is_absolute():
-            tree = merge(tree, _nest(key, str(found)))
+        if exists(written):
+            continue
+        for candidate in folders:
+            if key == "data.root" and candidate == CONFIGS.parent:
+                continue  # what lies in a clone may be the drawn data of another run
+            if exists(candidate / written):
+                tree = merge(tree, _nest(key, str(candidate / written)))
+                break
     return tree
 
 
@@ -147,7 +162,7 @@ _ABSENT = object()
 
 
 def _get(tree: Any, names: Sequence[str]) -> Any:
-    """The setting under a path of keys; `_ABSENT` if it is not set."""
+    """Return the setting under a path of keys; `_ABSENT` if it is not set."""
     for name in names:
         tree = tree.get(name, _ABSENT) if isinstance(tree, dict) else _ABSENT
     return tree
@@ -160,53 +175,87 @@ _MISSING = re.compile(r"Object missing required field `(.*?)`")
 
 def _explain(message: str, layers: list[tuple[str, Tree]]) -> str:
     """Rewrite an error of `msgspec.convert` as a sentence with the file or argument, the key and the problem."""
-    place = ".".join(name for name in reversed(_PATH.findall(message)) if name)
+    section = ".".join(name for name in reversed(_PATH.findall(message)) if name)
     problem = re.sub(r"\barray\b", "list", _PATH.sub("", message).rstrip("."))
-    if found := _MISSING.fullmatch(problem):
-        key = f"{place}.{found[1]}" if place else found[1]
+    missing = _MISSING.fullmatch(problem)
+    if missing is not None:
+        key = _join(section, missing[1])
         return f"{layers[0][0]}: {key} has no value; set it in the file or as key=value."
     types = _setting_types(layers)
-    if found := _UNKNOWN.fullmatch(problem):
-        prefix, last = f"{place}." if place else "", found[1]
-        key = prefix + last
-        siblings = [name for section, _, name in (one.rpartition(".") for one in types) if section == place]
-        section, where = key.partition(".")[0], _find_source(key, layers)
-        part, order = _find_source(f"{section}.name", layers), {one: level for level, (one, _) in enumerate(layers)}
-        if place.startswith(f"{section}.config") and order[where] < order[part]:
-            return f"{part}: {where} sets '{key}', which this {section} does not have; use a file that fits it."
-        names = [prefix + name for name in difflib.get_close_matches(last, siblings, n=1)]
-        near = [one for one in types if not place or one.startswith(f"{section}.")]
-        names += difflib.get_close_matches(key, [one for one in near if not key.startswith(one)], n=1, cutoff=0.85)
-        for name in difflib.get_close_matches(last, [one.rpartition(".")[2] for one in near], n=1):
-            names += [one for one in near if one.rpartition(".")[2] == name]
-        known = f"; {place or 'the top level'} has {', '.join(siblings)}." if siblings else "; see e2e_vl/config.py."
-        hint = f"; did you mean '{names[0]}'?" if names else known
-        return f"{where}: there is no setting '{key}'{hint}"
+    unknown = _UNKNOWN.fullmatch(problem)
+    if unknown is not None:
+        return _explain_unknown(section, unknown[1], types, layers)
     if problem.startswith("Invalid enum value"):
-        problem += f"; it must be one of {', '.join(_list_choices(types.get(place.partition('[')[0])))}"
+        choices = _list_choices(types.get(section.partition("[")[0]))
+        problem += f"; it must be one of {', '.join(choices)}"
+    source = _find_source(section, layers)
+    name = f"{section}: " if section and f": {section}=" not in source else ""
     ending = "" if problem.endswith("?") else "."
-    source = _find_source(place, layers)
-    named = f"{place}: " if place and f": {place}=" not in source else ""
-    return f"{source}: {named}{problem}{ending}"
+    return f"{source}: {name}{problem}{ending}"
+
+
+def _explain_unknown(section: str, field: str, types: dict[str, Any], layers: list[tuple[str, Tree]]) -> str:
+    """Return the sentence about a setting `field` that `section` (a dotted key, or "") does not have."""
+    key = _join(section, field)
+    source = _find_source(key, layers)
+    top = key.partition(".")[0]
+    name_source = _find_source(f"{top}.name", layers)
+    order = {name: level for level, (name, _) in enumerate(layers)}
+    if section.startswith(f"{top}.config") and order[source] < order[name_source]:
+        return f"{name_source}: {source} sets '{key}', which this {top} does not have; use a file that fits it."
+    siblings = [name.rpartition(".")[2] for name in types if name.rpartition(".")[0] == section]
+    suggestions = _suggest(section, field, siblings, types)
+    if suggestions:
+        hint = f"; did you mean '{suggestions[0]}'?"
+    elif siblings:
+        hint = f"; {section or 'the top level'} has {', '.join(siblings)}."
+    else:
+        hint = "; see e2e_vl/config.py."
+    return f"{source}: there is no setting '{key}'{hint}"
+
+
+def _suggest(section: str, field: str, siblings: Sequence[str], types: dict[str, Any]) -> list[str]:
+    """Return settings with similar names, the best first: beside it, anywhere, or of the same last name."""
+    key = _join(section, field)
+    suggestions = [_join(section, name) for name in difflib.get_close_matches(field, siblings, n=1)]
+    near = list(types)
+    if section:
+        near = [name for name in types if name.startswith(f"{key.partition('.')[0]}.")]
+    others = [name for name in near if not key.startswith(name)]
+    suggestions += difflib.get_close_matches(key, others, n=1, cutoff=0.85)
+    last_names = [name.rpartition(".")[2] for name in near]
+    for last_name in difflib.get_close_matches(field, last_names, n=1):
+        suggestions += [name for name in near if name.rpartition(".")[2] == last_name]
+    return suggestions
+
+
+def _join(section: str, field: str) -> str:
+    return f"{section}.{field}" if section else field
 
 
 def _list_choices(kind: Any) -> list[str]:
-    """The allowed values of an enum or `Literal` type."""
+    """List the allowed values of an enum or `Literal` type."""
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return [str(one) for one in kind]
-    inner = typing.get_args(kind)
+        return [str(member) for member in kind]
+    arguments = typing.get_args(kind)
     if typing.get_origin(kind) is Literal:
-        return [str(one) for one in inner]
-    return [choice for one in inner for choice in _list_choices(one)]
+        return [str(value) for value in arguments]
+    choices = []
+    for argument in arguments:
+        choices += _list_choices(argument)
+    return choices
 
 
 def _setting_types(layers: list[tuple[str, Tree]]) -> dict[str, Any]:
-    """Dotted names and types of all settings, including those of the selected parts."""
-    merged, types = _merge_all(layers), dict(_types_in(RunConfig, ""))
-    for section, parts in (("encoder", ENCODERS), ("task", TASKS), ("data", DATASETS)):
-        part = parts.get(merged[section].get("name")) if isinstance(merged.get(section), dict) else None
-        if part is not None:
-            types.update(_types_in(part.config_class, f"{section}.config."))
+    """Return dotted names and types of all settings, including those of the selected encoder, task and data set."""
+    merged = _merge_all(layers)
+    types = dict(_types_in(RunConfig, ""))
+    for section, registry in (("encoder", ENCODERS), ("task", TASKS), ("data", DATASETS)):
+        if not isinstance(merged.get(section), dict):
+            continue
+        entry = registry.get(merged[section].get("name"))
+        if entry is not None:
+            types.update(_types_in(entry.config_class, f"{section}.config."))
     return types
 
 
@@ -219,7 +268,7 @@ def _types_in(struct: type[msgspec.Struct], prefix: str) -> Iterator[tuple[str, 
 
 
 def _find_source(key: str, layers: list[tuple[str, Tree]]) -> str:
-    """The file or argument that last set a dotted key, or else the section around it."""
+    """Find the file or argument that last set a dotted key, or else the section around it."""
     names = key.partition("[")[0].split(".")
     for count in range(len(names), 0, -1):
         for source, tree in reversed(layers):
