@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from e2e_vl.encoders.lxmert import SentenceLSTM
 from e2e_vl.structures import TextBatch, TextRegions
 from tests.encoders.small import changed, make_inputs, one_text, regions_of_images, select
 from tests.encoders.small import make_lxmert as make_model
@@ -194,3 +195,31 @@ def test_the_attention_finds_what_the_words_name(attends):
     texts, regions, colours = named_colours(500, generator)
     accuracy = (head(model.eval()(texts, regions).summary).argmax(dim=1) == colours).float().mean()
     assert accuracy > 0.95 if attends else accuracy < 0.4
+
+
+def test_the_state_of_cls_is_that_of_the_last_piece():
+    """Of a text's own last piece, whatever the padding, as in a run over that text alone."""
+    torch.manual_seed(0)
+    lstm = SentenceLSTM(4, 4, batch_first=True)
+    words = torch.randn(3, 5, 4)
+    lengths = (5, 3, 1)
+    word_mask = torch.arange(5) < torch.tensor(lengths)[:, None]
+    states = lstm(words, word_mask)
+    for text, length in enumerate(lengths):
+        unpadded, _ = torch.nn.LSTM.forward(lstm, words[text : text + 1, :length])
+        torch.testing.assert_close(states[text, 0], unpadded[0, -1])
+        torch.testing.assert_close(states[text, 1:length], unpadded[0, 1:])
+
+
+def test_boxes_are_divided_by_width_and_height():
+    """x by the width, y by the height of an image that is not square; image sizes are (height, width)."""
+    model = make_model()
+    texts, regions = make_inputs(lengths=(4,), counts=(1,))
+    regions = dataclasses.replace(
+        regions, boxes=torch.tensor([[[8.0, 12.0, 40.0, 45.0]]]), image_sizes=torch.tensor([[[60.0, 80.0]]])
+    )
+    read_boxes = []
+    model.encoder.visn_fc.register_forward_pre_hook(lambda module, arguments: read_boxes.append(arguments[1]))
+    model(texts, regions)
+    expected = torch.tensor([0.1, 0.2, 0.5, 0.75])
+    torch.testing.assert_close(read_boxes[0].reshape(4), expected)
