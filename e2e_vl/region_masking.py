@@ -105,21 +105,21 @@ def describe_regions(
     """
     with evaluation_mode(teacher):
         regions = teacher(images, boxes)
-    kept = slice(rule.max_detected_regions if boxes is None else None)
-    probabilities = [logits[kept].float().softmax(dim=1) for logits in regions.class_logits]
-    labels = RegionLabels(features=[rows[kept] for rows in regions.features])
+    first = slice(rule.max_detected_regions if boxes is None else None)
+    probabilities = [logits[first].float().softmax(dim=1) for logits in regions.class_logits]
+    labels = RegionLabels(features=[rows[first] for rows in regions.features])
     if all(rows.shape[1] > 1 for rows in probabilities):  # background last
         best = [rows[:, :-1].max(dim=1) for rows in probabilities]
         labels.detected.scores = [scores for scores, _ in best]
         labels.detected.classes = [classes for _, classes in best]
     if regions.attribute_logits is not None:
-        best = [logits[kept].float().softmax(dim=1).max(dim=1) for logits in regions.attribute_logits]
+        best = [logits[first].float().softmax(dim=1).max(dim=1) for logits in regions.attribute_logits]
         labels.detected.attribute_scores = [scores for scores, _ in best]
         labels.detected.attributes = [attributes for _, attributes in best]
     if not rule.has_background_last:
         probabilities = [rows.roll(1, dims=1) for rows in probabilities]
     labels.class_probs = probabilities
-    return [rows[kept] for rows in regions.boxes], labels
+    return [rows[first] for rows in regions.boxes], labels
 
 
 def mask_regions(batch: Batch, rule: PretrainingConfig) -> Batch:
@@ -228,16 +228,19 @@ def _image_generators(batch: Batch) -> list[np.random.Generator]:
 
 
 def replace_features(regions: Regions, masks: RegionMasks | None, *, whole_image: bool) -> Regions:
-    """A copy in which regions have the features of their replacements; with `whole_image`, row 0 keeps its own."""
+    """Return a copy in which regions have the features of their replacements.
+
+    With `whole_image`, row 0 keeps its feature.
+    """
     if masks is None or masks.replacement_index is None:
         return regions
-    given = torch.cat([rows[whole_image:] for rows in regions.features])
+    candidates = torch.cat([rows[whole_image:] for rows in regions.features])
     features = []
     for rows, index in zip(regions.features, masks.replacement_index, strict=True):
-        own = rows[whole_image:]
-        if len(own):
-            own = torch.where((index >= 0)[:, None], given[index.clamp(min=0)], own)
-        features.append(torch.cat([rows[:whole_image], own]))
+        replaced = rows[whole_image:]
+        if len(replaced):
+            replaced = torch.where((index >= 0)[:, None], candidates[index.clamp(min=0)], replaced)
+        features.append(torch.cat([rows[:whole_image], replaced]))
     return dataclasses.replace(regions, features=features)
 
 
@@ -281,21 +284,24 @@ def truncated_lengths(text_length: int, region_count: int, limit: int) -> tuple[
     return max(text, 2), max(limit - text, 1)
 
 
-def truncate_texts(texts: TextBatch, kept: Int64[Tensor, " M"]) -> tuple[TextBatch, Int64[Tensor, "M L"]]:
-    """Shorten texts to `kept` wordpieces (a tensor on the CPU): the first ones and the very last.
+def truncate_texts(texts: TextBatch, lengths: Int64[Tensor, " M"]) -> tuple[TextBatch, Int64[Tensor, "M L"]]:
+    """Shorten texts to `lengths` wordpieces (a tensor on the CPU): the first ones and the very last.
 
     The position of the summary is kept too: if it would be lost, it takes the place before the last wordpiece. Returns
     the texts, and which old position each new one came from.
     """
-    longest, lengths = max(kept.tolist(), default=0), kept
-    kept, last = kept.to(texts.input_ids.device), (texts.lengths - 1).to(texts.input_ids.device)
-    position = torch.arange(longest, device=kept.device).expand(len(kept), -1)
-    index = torch.where(position == kept[:, None] - 1, last[:, None], position)
-    attention_mask = position < kept[:, None]
+    device = texts.input_ids.device
+    longest = max(lengths.tolist(), default=0)
+    new_lengths = lengths.to(device)
+    last = (texts.lengths - 1).to(device)
+    position = torch.arange(longest, device=device).expand(len(lengths), -1)
+    index = torch.where(position == new_lengths[:, None] - 1, last[:, None], position)
+    attention_mask = position < new_lengths[:, None]
     names, summary = texts.region_of_token, texts.summary
     if summary is not None:
-        is_lost = (summary >= kept - 1) & (summary < last)
-        index = torch.where(is_lost[:, None] & (position == kept[:, None] - 2), summary[:, None], index)
+        is_lost = (summary >= new_lengths - 1) & (summary < last)
+        is_before_last = position == new_lengths[:, None] - 2
+        index = torch.where(is_lost[:, None] & is_before_last, summary[:, None], index)
     truncated = TextBatch(
         input_ids=texts.input_ids.gather(1, index) * attention_mask,
         token_type_ids=texts.token_type_ids.gather(1, index) * attention_mask,

@@ -109,8 +109,9 @@ def check_name(name: str, choices: Iterable[str], where: str) -> None:
     """Raise a UserError with the nearest choice unless the name is one of the choices."""
     choices = tuple(choices)
     if name not in choices:
-        near = difflib.get_close_matches(str(name), choices, n=1) or [one for one in choices if one.startswith(name)]
-        hint = f"; did you mean '{near[0]}'?" if near else "."
+        similar = difflib.get_close_matches(str(name), choices, n=1)
+        similar += [choice for choice in choices if choice.startswith(name)]
+        hint = f"; did you mean '{similar[0]}'?" if similar else "."
         raise UserError(f"{where} '{name}' is unknown; there is {', '.join(choices) or 'nothing'}{hint}")
 
 

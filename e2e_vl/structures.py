@@ -377,7 +377,7 @@ def take_along_dim(values: Tensor, index: Tensor, dim: int) -> Tensor:
 
     torch's own wraps negative indices first, which takes several times as long as the rest.
     """
-    shape = [max(own, other) for own, other in zip(values.shape, index.shape, strict=True)]
+    shape = [max(sizes) for sizes in zip(values.shape, index.shape, strict=True)]
     shape[dim] = values.shape[dim]
     values = values.expand(shape)
     shape[dim] = index.shape[dim]

@@ -64,21 +64,23 @@ class Targets(Movable):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, dict):
-                changes[field.name] = {name: one.truncate(index, attention_mask) for name, one in value.items()}
+                changes[field.name] = {name: targets.truncate(index, attention_mask) for name, targets in value.items()}
             elif value is not None and "fill" in field.metadata:
                 changes[field.name] = value.gather(1, index).masked_fill(~attention_mask, field.metadata["fill"])
         return dataclasses.replace(self, **changes)
 
     def labelled_wordpieces(self, text: int) -> list[int]:
-        """Positions of the labelled wordpieces of one text in a batch."""
-        found: set[int] = set()
+        """Return the positions of the labelled wordpieces of one text in a batch."""
+        positions: set[int] = set()
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, dict):
-                found |= {position for one in value.values() for position in one.labelled_wordpieces(text)}
+                for targets in value.values():
+                    positions.update(targets.labelled_wordpieces(text))
             elif value is not None and "fill" in field.metadata:
-                found |= set((value[text] != field.metadata["fill"]).nonzero()[:, 0].tolist())
-        return sorted(found)
+                is_labelled = value[text] != field.metadata["fill"]
+                positions.update(is_labelled.nonzero()[:, 0].tolist())
+        return sorted(positions)
 
 
 def _field(join: Callable[[list[Any]], Any], **more: Any) -> Any:

@@ -386,7 +386,9 @@ def pad_texts(texts: Sequence[EncodedText]) -> TextBatch:
         if text.region_of_token is not None:
             region_of_token[row, :length] = torch.from_numpy(text.region_of_token)
     summaries = [text.encoding.summary for text in texts]
-    summary = None if all(one is None for one in summaries) else torch.tensor(summaries)
+    summary = None
+    if any(position is not None for position in summaries):
+        summary = torch.tensor(summaries)
     return TextBatch(input_ids, token_type_ids, attention_mask, summary, region_of_token)
 
 
@@ -472,13 +474,15 @@ def _detection_targets(images: Sequence[LoadedImage]) -> DetectionTargets | None
     objects: list[DetectionObjects] = [image.objects for image in images]
     attributes = None
     if objects[0].attributes is not None:
-        slots = max(one.attributes.shape[1] for one in objects)
-        attributes = [torch.full((len(one.boxes), slots), -1) for one in objects]
-        for padded, one in zip(attributes, objects, strict=True):
-            padded[:, : one.attributes.shape[1]] = torch.from_numpy(one.attributes)
+        slots = max(image_objects.attributes.shape[1] for image_objects in objects)
+        attributes = []
+        for image_objects in objects:
+            padded = torch.full((len(image_objects.boxes), slots), -1)
+            padded[:, : image_objects.attributes.shape[1]] = torch.from_numpy(image_objects.attributes)
+            attributes.append(padded)
     return DetectionTargets(
-        boxes=[torch.from_numpy(np.ascontiguousarray(one.boxes)) for one in objects],
-        classes=[torch.from_numpy(one.classes) for one in objects],
+        boxes=[torch.from_numpy(np.ascontiguousarray(image_objects.boxes)) for image_objects in objects],
+        classes=[torch.from_numpy(image_objects.classes) for image_objects in objects],
         attributes=attributes,
     )
 

@@ -108,8 +108,8 @@ def load_answers(config: RunConfig) -> list[str]:
     if settings.answers is not None and not isinstance(settings.answers, str):
         return list(settings.answers)
     if not has_answers(config):
-        given = dataset.answers_of(*open_options(dataset, config.data), config.data.train_split)
-        return count_frequent_answers(given, settings.min_answer_count, vocabulary_class.canonical_answer)
+        most_frequent = dataset.answers_of(*open_options(dataset, config.data), config.data.train_split)
+        return count_frequent_answers(most_frequent, settings.min_answer_count, vocabulary_class.canonical_answer)
     path = user_path(settings.answers or Path(config.data.root, config.data.files["answers"]), "task.config.answers")
     answers = read_answers(path)
     if path.suffix.lower() == ".txt":
@@ -124,12 +124,12 @@ def count_frequent_answers(most_frequent: Mapping[Any, str], min_count: int, spe
     `spell` normalises the spelling of an answer.
     """
     counts = Counter(spell(answer) for answer in most_frequent.values())
-    kept = [answer for answer, count in counts.items() if count >= min_count]
-    if not kept:
+    frequent = [answer for answer, count in counts.items() if count >= min_count]
+    if not frequent:
         raise UserError(
             f"no answer occurs in at least {min_count} of the {len(most_frequent)} questions; lower that number"
         )
-    return sorted(kept, key=lambda answer: (-counts[answer], answer))
+    return sorted(frequent, key=lambda answer: (-counts[answer], answer))
 
 
 # The model.
@@ -435,9 +435,9 @@ def open_split(config: RunConfig, split: str, boxes: BoxSource, *, training: boo
     files, options = open_options(kind, config.data)
     sources = [key for key in kind.annotation_files if key in kind.file_keys]
     if needs.annotations and sources and not any(key in files for key in sources):
-        wanted = "the targets of the detection losses" if needs.objects else f"boxes '{boxes}'"
+        purpose = "the targets of the detection losses" if needs.objects else f"boxes '{boxes}'"
         keys = " or ".join(f"data.files.{key}" for key in sources)
-        raise UserError(f"{wanted} come from annotated objects; set {keys} to an instances file.")
+        raise UserError(f"{purpose} come from annotated objects; set {keys} to an instances file.")
     dataset = kind(files, options, split, needs)
     if not any(map(len, dataset.groups)):
         raise UserError(

@@ -123,7 +123,7 @@ class LossSums:
     def means(self) -> dict[str, float]:
         """The mean of each loss over the items of all processes; losses without items are left out."""
         sums: dict[str, tuple[float, float]] = {}
-        for name, total, count in gather_object([(name, *one) for name, one in self._sums.items()]):
+        for name, total, count in gather_object([(name, *pair) for name, pair in self._sums.items()]):
             before = sums.get(name, (0.0, 0.0))
             sums[name] = before[0] + total, before[1] + count
         return {name: total / count for name, (total, count) in sums.items() if count}
@@ -147,7 +147,7 @@ class Evaluation:
         write_list(predictions, self.predictions)
         unreadable.unlink(missing_ok=True)
         if self.unreadable:
-            write_json(unreadable, [dataclasses.asdict(one) for one in self.unreadable])
+            write_json(unreadable, [dataclasses.asdict(request) for request in self.unreadable])
 
 
 class InterruptedEvaluationError(Exception):

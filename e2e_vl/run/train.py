@@ -188,13 +188,15 @@ class Trainer:
             compile_blocks(run.model)
         accelerator.ddp_handler.find_unused_parameters = run.model.encoder.has_optional_outputs
         # only batch statistics change during training
-        accelerator.ddp_handler.broadcast_buffers = any(isinstance(one, _BatchNorm) for one in run.model.modules())
+        accelerator.ddp_handler.broadcast_buffers = any(
+            isinstance(module, _BatchNorm) for module in run.model.modules()
+        )
         self.model, self.optimizer = accelerator.prepare(LossesOnly(run.model), optimizer)
         self.task_weights = phrase_weights(config)  # other losses of the task have weight 1
         self.check_finite = FiniteCheck(scaled=accelerator.scaler is not None)
         # maximum number of images per split in an evaluation during training; None: all, as in the final one
         limit = config.eval.max_images
-        is_limited = limit is not None and any(len(one.groups) > limit for one in run.eval_data.values())
+        is_limited = limit is not None and any(len(dataset.groups) > limit for dataset in run.eval_data.values())
         self.eval_images = limit if is_limited else None
         self.best = BestModel(self.output / "best", settings.metric_for_best_model, settings.patience)
         if settings.metric_for_best_model is not None:  # check the name before training, and before the seeds are set
@@ -330,7 +332,7 @@ class Trainer:
                     weights[name] = detector.loss_weight * detector.loss_weights.get(name, 1.0)
                 losses = sorted({**task_losses, **detection_losses}.items())
                 # means are over the items of a micro-batch on all processes; micro-batches have equal weights
-                sums = [torch.stack([one.total.detach().float(), one.count.float()]) for _, one in losses]
+                sums = [torch.stack([summand.total.detach().float(), summand.count.float()]) for _, summand in losses]
                 # the signals that processes have received travel with the losses: how many have received each kind
                 received = self.stop.received()
                 stops = torch.tensor([[float(number == received), 0.0] for number in STOP_SIGNALS])
@@ -340,10 +342,10 @@ class Trainer:
                 for stop_signal, processes in zip(STOP_SIGNALS, rows[len(losses) :, 0], strict=True):
                     logged[stop_signal.name] = processes
                 loss = torch.zeros((), device=accelerator.device)
-                for (name, one), total, count in zip(losses, totals, counts, strict=True):
+                for (name, summand), total, count in zip(losses, totals, counts, strict=True):
                     divisor = count.clamp(min=1) * len(micro_batches)
                     # the factor num_processes cancels DDP's average over processes
-                    loss = loss + weights[name] * one.total * accelerator.num_processes / divisor
+                    loss = loss + weights[name] * summand.total * accelerator.num_processes / divisor
                     logged[name] = logged.get(name, 0) + total / divisor
                     logged["loss"] = logged.get("loss", 0) + weights[name] * total / divisor
                 accelerator.backward(loss)
@@ -443,14 +445,16 @@ class Trainer:
             "images_per_second": self.images_seen / max(self.seconds_training, 1e-9),
             "processes": self.accelerator.num_processes,
             "parameters": {
-                name: sum(one.numel() for one in part.parameters()) for name, part in model.named_children()
+                name: sum(parameter.numel() for parameter in module.parameters())
+                for name, module in model.named_children()
             },
         }
         self.accelerator.wait_for_everyone()  # the main process may still be writing the best model
-        if best.found is not None and best.folder.is_dir():
+        if best.summary is not None and best.folder.is_dir():
             name = MetricName.read(best.metric)
             images = len(self.built.eval_data[name.split, name.source].groups)
-            images = images if self.eval_images is None else min(images, self.eval_images)
+            if self.eval_images is not None:
+                images = min(images, self.eval_images)
             summary["best"] = {**read_json(best.folder / "best.json"), "images": images}
             if summary["best"]["step"] != self.step:  # evaluate the best model on all images
                 _, best_model, _ = checkpoints.load_model(best.folder)
@@ -494,7 +498,7 @@ class BestModel:
         return self.patience is not None and self.waited >= self.patience
 
     @property
-    def found(self) -> dict[str, Any] | None:
+    def summary(self) -> dict[str, Any] | None:
         """Metric, value and step of the best model; None before the first evaluation."""
         return None if self.step is None else {"metric": self.metric, "value": self.value, "step": self.step}
 
@@ -505,12 +509,18 @@ class BestModel:
         """
         if self.metric is None:
             return
-        found = MetricName.read(self.metric)
-        has_details = found is not None and found.metric != LOSS
-        is_measured = self.metric in metrics or (has_details and str(found.whole) in metrics)
-        if not is_measured or (found is not None and found.is_constant):
-            names = [name for name in metrics if (other := MetricName.read(name)) is None or not other.is_constant]
-            check_name(self.metric, names, "train.metric_for_best_model")
+        metric = MetricName.read(self.metric)
+        is_measured = self.metric in metrics
+        if metric is not None and metric.metric != LOSS:  # a detail counts as measured where the whole is
+            is_measured = is_measured or str(metric.whole) in metrics
+        if is_measured and not (metric is not None and metric.is_constant):
+            return
+        choices = []
+        for name in metrics:
+            other = MetricName.read(name)
+            if other is None or not other.is_constant:
+                choices.append(name)
+        check_name(self.metric, choices, "train.metric_for_best_model")
 
     def judge(self, step: int, metrics: Mapping[str, Any]) -> bool:
         """Whether the model of this step is the best so far; False if the step was evaluated before."""
@@ -523,16 +533,19 @@ class BestModel:
             name = MetricName.read(self.metric)
             is_loss = name is not None and name.metric == LOSS
             is_best = value < self.value if is_loss else value > self.value
-        self.judged_step, self.waited = step, 0 if is_best else self.waited + 1
+        self.judged_step = step
+        self.waited += 1
         if is_best:
-            self.step, self.value = step, float(value)
+            self.waited = 0
+            self.step = step
+            self.value = float(value)
         return is_best
 
     def write(self, save: Callable[[Path], None]) -> None:
         """Write the current model; `save` writes it into the folder that it is given."""
         with atomic_folder(self.folder) as part:
             save(part)
-            write_json(part / "best.json", self.found)
+            write_json(part / "best.json", self.summary)
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("metric", "step", "value", "judged_step", "waited")}

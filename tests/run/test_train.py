@@ -348,7 +348,7 @@ def test_more_is_better_but_of_a_loss_less(tmp_path, metric, values, expected):
     best = BestModel(tmp_path / "best", metric, patience=3)
     assert [best.judge(step, {metric: value}) for step, value in enumerate(values)] == expected
     last = max(step for step, is_best in enumerate(expected) if is_best)
-    assert best.found == {"metric": metric, "value": values[last], "step": last}
+    assert best.summary == {"metric": metric, "value": values[last], "step": last}
     assert best.waited == len(values) - 1 - last and best.is_over is (best.waited >= 3)
     assert not best.judge(4, {metric: 9.0}), "a step is judged once"
     again = BestModel(tmp_path / "best", metric)
@@ -356,7 +356,7 @@ def test_more_is_better_but_of_a_loss_less(tmp_path, metric, values, expected):
     assert again.state_dict() == best.state_dict()
     other = BestModel(tmp_path / "best", "another")
     other.load_state_dict(best.state_dict())
-    assert other.found is None, "what was measured by another metric is forgotten"
+    assert other.summary is None, "what was measured by another metric is forgotten"
 
 
 def test_names_of_metrics(tmp_path):
