@@ -247,7 +247,7 @@ class _IgnoredList(list):
 
 
 def _pickled_names(path: Path) -> list[str]:
-    """The classes and functions in a torch file that `torch.load` refuses, without loading it."""
+    """List the classes and functions in a torch file that `torch.load` refuses, without loading it."""
     if zipfile.is_zipfile(path):
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     names = set()

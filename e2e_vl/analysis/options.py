@@ -95,7 +95,7 @@ class AnalysisConfig(msgspec.Struct, frozen=True):
 
 
 def list_options() -> Iterator[tuple[str, Any, Any, str]]:
-    """(field, type, default, meaning) of every option."""
+    """Yield the field, type, default and meaning of every option."""
     types = typing.get_type_hints(AnalysisConfig, include_extras=True)
     for field in msgspec.structs.fields(AnalysisConfig):
         kind, meta = typing.get_args(types[field.name])

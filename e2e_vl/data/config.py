@@ -168,6 +168,6 @@ class JoinedMemberConfig(Config, frozen=True):
 
 
 class JoinedDatasetConfig(Config, frozen=True):
-    """Several data sets."""
+    """Several data sets whose samples are joined into one."""
 
     datasets: dict[str, JoinedMemberConfig] = {}  # the names are used in messages

@@ -235,7 +235,7 @@ class TopDownAttention(nn.Module):
 
 
 class SentenceLSTM(nn.LSTM):
-    """States of words -> states of words, the one of [CLS] that of the last word."""
+    """An LSTM over the states of words; the state of [CLS] becomes that of the last word."""
 
     def forward(self, words: Float[Tensor, "M L E"], word_mask: Bool[Tensor, "M L"]) -> Float[Tensor, "M L E"]:
         states, _ = super().forward(words)
