@@ -84,7 +84,8 @@ def find_weights(path: str | Path) -> Path:
     path = resolve_weights(path)
     if isinstance(path, PublishedWeights):
         return download_weights(path)
-    weights_file = next((file for file in (path, *(path / name for name in IN_FOLDERS)) if file.is_file()), None)
+    candidates = [path, *(path / name for name in IN_FOLDERS)]
+    weights_file = next((file for file in candidates if file.is_file()), None)
     if weights_file is None:
         similar = suggest_names(path)
         hint = ""

@@ -38,7 +38,7 @@ Tree = dict[str, Any]  # nested settings, as in YAML
 
 
 def find_config(name: str | Path) -> Path:
-    """Find a config file by its path, or by the name of one that comes along, such as demo/refcoco.
+    """Find a config file by its path, or by the name of one in the package, such as demo/refcoco.
 
     The extension `.yaml` may be omitted.
     """
@@ -215,7 +215,7 @@ def _explain_unknown(section: str, field: str, types: dict[str, Any], layers: li
 
 
 def _suggest(section: str, field: str, siblings: Sequence[str], types: dict[str, Any]) -> list[str]:
-    """Return settings with similar names, the best first: beside it, anywhere, or of the same last name."""
+    """List settings with similar names: first those of the section, then of the whole key, then of its last part."""
     key = _join(section, field)
     suggestions = [_join(section, name) for name in difflib.get_close_matches(field, siblings, n=1)]
     near = list(types)
@@ -247,7 +247,7 @@ def _list_choices(kind: Any) -> list[str]:
 
 
 def _setting_types(layers: list[tuple[str, Tree]]) -> dict[str, Any]:
-    """Return dotted names and types of all settings, including those of the selected encoder, task and data set."""
+    """Return the types of all settings by dotted name, with those of the selected encoder, task and data set."""
     merged = _merge_all(layers)
     types = dict(_types_in(RunConfig, ""))
     for section, registry in (("encoder", ENCODERS), ("task", TASKS), ("data", DATASETS)):

@@ -45,12 +45,15 @@ class PhraseBatch(Movable):
     def join(cls, texts: Sequence[TextPhrases]) -> PhraseBatch:
         offsets = [torch.from_numpy(text.offsets) for text in texts]
         continues = [torch.from_numpy(text.continues_word) for text in texts]
+        boxes = []
+        for text in texts:
+            boxes += text.boxes
         return cls(
             words=[text.words for text in texts],
             offsets=torch.nn.utils.rnn.pad_sequence(offsets, batch_first=True),
             continues_word=torch.nn.utils.rnn.pad_sequence(continues, batch_first=True),
             spans=join_ragged([text.spans for text in texts]),
-            boxes=join_ragged([rows for text in texts for rows in text.boxes], (4,)),
+            boxes=join_ragged(boxes, (4,)),
             is_complete=torch.tensor([text.is_complete for text in texts]),
         )
 

@@ -80,7 +80,7 @@ class Preprocessor(abc.ABC):
         return may_lack_target and not isinstance(text.truth, self.learns_from)
 
     def placeholder_targets(self) -> Targets:
-        """Meaningless targets with the class, shapes and dtypes of real ones."""
+        """Return meaningless targets with the class, shapes and dtypes of real ones."""
         raise NotImplementedError(f"{type(self).__name__} has targets for every text.")
 
     @abc.abstractmethod
@@ -146,40 +146,41 @@ def find_phrases(
     flipped = bool(text.image_index) and images[text.image_index[0]].image_transform.flipped
     pieces = text_tokenizer.encode(text.words, mirrored=flipped)
     source = example.encoding.source
-    own = (source >= 0) & (source < len(pieces.ids))
-    offsets, words = np.zeros((len(source), 2), dtype=np.int64), np.full(len(source), -1)
-    offsets[own], words[own] = pieces.offsets[source[own]], pieces.word_ids[source[own]]
-    continues = np.append(False, (words[1:] == words[:-1]) & own[1:])
+    is_of_text = (source >= 0) & (source < len(pieces.ids))
+    offsets = np.zeros((len(source), 2), dtype=np.int64)
+    offsets[is_of_text] = pieces.offsets[source[is_of_text]]
+    words = np.full(len(source), -1)
+    words[is_of_text] = pieces.word_ids[source[is_of_text]]
+    continues = np.append(False, (words[1:] == words[:-1]) & is_of_text[1:])
     annotated = text.phrases
-    if annotated is None or not text.image_index or not own.any():
+    if annotated is None or not text.image_index or not is_of_text.any():
         return TextPhrases(text.words, offsets, continues, np.zeros((0, 2), dtype=np.int64), [], False)
     move = images[text.image_index[0]].image_transform.transform_boxes
     unknown = [np.zeros((0, 4))] * len(annotated.spans)
+    spans = [find_wordpieces(offsets, is_of_text, span) for span in annotated.spans]
     return TextPhrases(
         words=text.words,
         offsets=offsets,
         continues_word=continues,
-        spans=np.array([find_wordpieces(offsets, own, span) for span in annotated.spans], dtype=np.int64).reshape(
-            -1, 2
-        ),
+        spans=np.array(spans, dtype=np.int64).reshape(-1, 2),
         boxes=[move(boxes).astype(np.float32) for boxes in annotated.boxes or unknown],
         is_complete=annotated.is_complete,
     )
 
 
 def find_wordpieces(
-    offsets: Int64[np.ndarray, "L 2"], is_own: Bool[np.ndarray, " L"], span: tuple[int, int]
+    offsets: Int64[np.ndarray, "L 2"], is_of_text: Bool[np.ndarray, " L"], span: tuple[int, int]
 ) -> tuple[int, int]:
     """Convert a span of characters to a span of wordpieces: the first one and the last one plus one.
 
-    If all of these characters were truncated, it is the last wordpiece before their end. `is_own` says which positions
-    belong to the text, at least one.
+    If all of these characters were truncated, it is the last wordpiece before their end. `is_of_text` says which
+    positions belong to the text, at least one.
     """
-    kept = np.flatnonzero(is_own)
-    starts = offsets[kept, 0]
-    inside = kept[(starts >= span[0]) & (starts < span[1])]
+    positions = np.flatnonzero(is_of_text)
+    first_characters = offsets[positions, 0]
+    inside = positions[(first_characters >= span[0]) & (first_characters < span[1])]
     if not len(inside):
-        inside = kept[starts < span[1]][-1:]
+        inside = positions[first_characters < span[1]][-1:]
     if not len(inside):
-        inside = kept[:1]
+        inside = positions[:1]
     return int(inside[0]), int(inside[-1]) + 1

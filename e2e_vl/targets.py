@@ -6,6 +6,7 @@ Shape legend: see `e2e_vl/structures.py`. Boxes are xyxy float32 in pixels of th
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -112,7 +113,7 @@ def nested(*row: int) -> Any:
 
     `row` is the shape [...] of one entry, for batches without any array (float32).
     """
-    return _field(lambda values: join_ragged([array for arrays in values for array in arrays], row))
+    return _field(lambda values: join_ragged(list(itertools.chain.from_iterable(values)), row))
 
 
 def by_name() -> Any:

@@ -17,7 +17,7 @@ from detector.structures import FeatureMaps
 class FPN(Backbone):
     """Feature pyramid network (Lin et al., CVPR 2017, section 3): levels p2, p3, ..., and one more above them (p6).
 
-    All have the same number of channels. Its stages are those of the network below.
+    All levels have the same number of channels. FREEZE_AT counts the stages of the bottom-up network.
 
     Keys are `bottom_up.*`, `fpn_lateral2.*`, `fpn_output2.*`, ...; the number of a level is log2 of its stride.
     """

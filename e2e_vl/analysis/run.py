@@ -195,7 +195,7 @@ def check_results_folder(folder: Path) -> None:
 def split_overrides(overrides: Sequence[str], *, has_data: bool) -> tuple[list[str], list[str]]:
     """Split overrides into those of the run and those of the other config's data.
 
-    Config in `RUN_SETTINGS` belong to the run, because the model was trained with them.
+    Settings in `RUN_SETTINGS` belong to the run, because the model was trained with them.
     """
     changed = re.compile(rf"data\.(?!({'|'.join(RUN_SETTINGS)})\b)")
     data_overrides = [word for word in overrides if has_data and changed.match(word)]

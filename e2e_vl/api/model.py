@@ -322,7 +322,8 @@ class TrainedModel(
     def _answer_with_warnings(self, questions: Sequence[Question], top_k: int | None = None) -> list[Answer]:
         """Answer questions, with warnings attributed to the caller of the public method."""
         answers = self.answer_questions(questions, top_k)
-        for warning in dict.fromkeys(itertools.chain.from_iterable(answer.warnings for answer in answers)):
+        all_warnings = itertools.chain.from_iterable(answer.warnings for answer in answers)
+        for warning in dict.fromkeys(all_warnings):
             warnings.warn(warning, stacklevel=3)
         return answers
 
@@ -458,7 +459,7 @@ class TrainedModel(
         )
 
     def _doubts(self, question: Question, unknown: Sequence[str], prediction: Prediction) -> Iterator[str]:
-        """Yield sentences why an answer is unsure: low certainty, or a question unlike those of validation."""
+        """Yield the reasons why an answer is unsure: low certainty, or a question unlike the validation questions."""
         if question.boxes is None and self.boxes_warning:
             yield self.boxes_warning
         if prediction.image_size:

@@ -75,7 +75,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     args = parse_with_settings(build_parser(prog), argv)
     run_overrides = args.overrides
-    if args.data is not None:  # settings of the data are then those of that config
+    if args.data is not None:  # the settings under `data` come from that config
         data_overrides = [word for word in args.overrides if word.startswith("data.")]
         run_overrides = [word for word in args.overrides if not word.startswith("data.")]
     load_config(find_model_folder(args.run) / "config.yaml", run_overrides)  # before torch is imported

@@ -315,7 +315,7 @@ class SplitReader:
         """Read the ids of an image, the size of its file, and its annotated boxes."""
         data = self.config.data
         file = image.file if isinstance(image.file, Path) else None
-        if data.synthetic.scenes:  # drawn scenes are named like COCO images, but are other images
+        if data.synthetic.scenes:  # synthetic images have the file names of COCO images
             ids = self.id_lookup.in_namespace(f"drawn in {data.root}", image.id)
         else:
             ids = self.id_lookup.of_image(image.id, file, dataset.id_namespace, image.image_aliases)
@@ -348,7 +348,7 @@ class SplitReader:
     def _load(self, sample: Sample, *, with_features: bool) -> list[LoadedImage]:
         """Load the images of a sample with the boxes of each source, but without pixels.
 
-        Return those of one source. If no source gives boxes, they have no boxes.
+        Return the samples with the boxes of one source, or without boxes if no source gives any.
         """
         from e2e_vl.data.image_loader import StoredBoxes
 

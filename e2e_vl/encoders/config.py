@@ -24,7 +24,7 @@ class NoEncoderConfig(Config, frozen=True):
 
 
 class TransformerConfig(Config, frozen=True):
-    """Config of all Transformer encoders."""
+    """Settings of all Transformer encoders."""
 
     hidden_size: PositiveInt = 768
     num_attention_heads: PositiveInt = 12

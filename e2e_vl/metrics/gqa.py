@@ -83,7 +83,9 @@ def gqa_scores(predictions: Sequence[GQAPrediction]) -> dict[str, Any]:
             lists[name] = values
     hits = {prediction.question_id: prediction.is_hit for prediction in predictions}
     has_distinct_ids = len(hits) == len(predictions)  # joined data sets may repeat them
-    entailed = {other for prediction in scored for other in prediction.entailed_others}
+    entailed: set[str] = set()
+    for prediction in scored:
+        entailed.update(prediction.entailed_others)
     if has_distinct_ids and entailed <= hits.keys():
         others = []
         for prediction in scored:

@@ -1,4 +1,4 @@
-"""Builds the model, tokenizer and data of a run from its settings. `e2e_vl/registry.py` lists the parts by name."""
+"""Builds the model, tokenizer and data of a run from its settings. `e2e_vl/registry.py` has the names."""
 
 from __future__ import annotations
 
@@ -143,10 +143,10 @@ class InitialWeights(NamedTuple):
     report: LoadReport
 
 
-def log_initial_weights(start: InitialWeights) -> None:
+def log_initial_weights(weights: InitialWeights) -> None:
     """Log what was loaded from a weights file; as a warning if tensors are missing or unused."""
-    level = logging.INFO if start.report.is_complete else logging.WARNING
-    logger.log(level, "%s (%s names): %s.", start.path, start.report.layout, start.report.summary())
+    level = logging.INFO if weights.report.is_complete else logging.WARNING
+    logger.log(level, "%s (%s names): %s.", weights.path, weights.report.layout, weights.report.summary())
 
 
 def build_model(
@@ -508,7 +508,7 @@ class Run:
     tokenizer: PreTrainedTokenizerBase
     train_data: EncodedDataset
     collate: Callable[..., Batch]
-    starts: list[InitialWeights]
+    initial_weights: list[InitialWeights]  # that were loaded, in their order
     eval_data: dict[tuple[str, BoxSource], EncodedDataset]  # by split and boxes
 
 
@@ -525,7 +525,7 @@ def build_run(config: RunConfig, *, writes: bool = True, evaluates: bool = False
     check_inputs(config)
     make_synthetic_data(config)
     tokenizer = build_tokenizer(config, writes=writes)
-    starts: list[InitialWeights] = []
+    initial_weights: list[InitialWeights] = []
     boxes = config.data.boxes.train
     dataset = open_split(config, config.data.train_split, boxes, training=True)
     model = build_model(
@@ -533,14 +533,14 @@ def build_run(config: RunConfig, *, writes: bool = True, evaluates: bool = False
         vocab_size=len(tokenizer),
         tokenizer=tokenizer,
         class_names=dataset.class_names if config.detector.loss_weight > 0 else None,
-        on_init=starts.append,
+        on_init=initial_weights.append,
     )
     if writes and model.task.vocabulary_class is not None and not has_answers(config):
         write_json(Path(config.output) / ANSWERS_FILE, model.task.answer_vocabulary.answers)
     examples = load_split(config, model, tokenizer, dataset, config.data.train_split, boxes, training=True)
     check_training_data(config, model, examples)
     eval_data = open_eval_data(config, model, tokenizer) if evaluates else {}
-    return Run(model, tokenizer, examples, partial(collate, canvas=config.data.canvas), starts, eval_data)
+    return Run(model, tokenizer, examples, partial(collate, canvas=config.data.canvas), initial_weights, eval_data)
 
 
 def check_training_data(config: RunConfig, model: VisionLanguageModel, examples: EncodedDataset) -> None:

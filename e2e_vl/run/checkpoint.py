@@ -248,7 +248,7 @@ def _find_damage(folder: Path) -> str | None:
 def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path | None:
     """Find the newest intact checkpoint of a run directory; None, with a warning, if the run has none.
 
-    Config that do not affect the architecture may differ from those of the checkpoint; changes are logged.
+    Settings that do not affect the architecture may differ from those of the checkpoint; changes are logged.
     """
     if not output.is_dir():
         raise MissingFileError(f"Cannot resume: run directory {output} does not exist; start without --resume.")

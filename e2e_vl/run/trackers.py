@@ -111,13 +111,13 @@ def describe_run(config: RunConfig, run: Run, accelerator: Accelerator, step: in
         modules["phrases"] = run.model.phrase_head
     for name, module in modules.items():
         part_name = "task" if name == "head" else name
-        starts = [start for start in run.starts if start.part == part_name]
+        loaded = [weights for weights in run.initial_weights if weights.part == part_name]
         number = sum(parameter.numel() for parameter in module.parameters())
         num_frozen = sum(parameter.numel() for parameter in module.parameters() if not parameter.requires_grad)
         frozen = ""
         if num_frozen:
             frozen = ", frozen" if num_frozen == number else f", {num_frozen:,} of them frozen"
-        lines.append((name, f"{number:,} parameters{frozen}, {describe_weights(module, starts)}"))
+        lines.append((name, f"{number:,} parameters{frozen}, {describe_weights(module, loaded)}"))
     return "\n".join([config.output, *(f"  {name:<11s} {text}" for name, text in lines)])
 
 
@@ -140,18 +140,18 @@ def _size(examples: EncodedDataset) -> str:
     return size
 
 
-def describe_weights(part: nn.Module, starts: Sequence[InitialWeights]) -> str:
+def describe_weights(part: nn.Module, loaded: Sequence[InitialWeights]) -> str:
     """Say how a part of the model was initialised: the weights files, and the names of random parameters."""
-    if not starts:
+    if not loaded:
         return "all random" if any(True for _ in part.parameters()) else "nothing to learn"
     sources: list[str] = []
     copied: list[str] = []
     unused: list[str] = []
-    zero = set(starts[0].report.zero)  # modules that no file has, and that begin at zero
-    missing = set(starts[0].report.missing)  # parameters that no file has
-    for start in starts:
-        report = start.report
-        sources.append(f"{_count(len(report.matched), 'tensor')} from {start.path} ({report.layout} names)")
+    zero = set(loaded[0].report.zero)  # modules that no file has, and that begin at zero
+    missing = set(loaded[0].report.missing)  # parameters that no file has
+    for weights in loaded:
+        report = weights.report
+        sources.append(f"{_count(len(report.matched), 'tensor')} from {weights.path} ({report.layout} names)")
         copied += report.copied
         unused += report.unexpected
         zero &= set(report.zero)

@@ -1,4 +1,4 @@
-"""Config of the synthetic data: scenes, language, and errors of the imitated detector."""
+"""Settings of the synthetic data: scenes, language, and errors of the imitated detector."""
 
 from __future__ import annotations
 

@@ -48,17 +48,18 @@ class Sizes:
             self.summary_size = self.hidden_size
 
 
-def init_head(linears: Iterable[nn.Linear], start: InitScheme | float) -> None:
-    """Initialise a head; all biases are zero.
+def init_head(linears: Iterable[nn.Linear], init: InitScheme | float) -> None:
+    """Initialise the Linears of a head; all biases become zero.
 
-    `start`: "official": Xavier uniform weights, as in the official VL-BERT code. "normal": N(0, 0.02), as in the paper
-    for all new layers. A number: N(0, number).
+    Args:
+        init: "official": Xavier uniform weights, as in the official VL-BERT code. "normal": N(0, 0.02), as in the
+            paper for all new layers. A number: N(0, number).
     """
     for linear in linears:
-        if start == "official":
+        if init == "official":
             nn.init.xavier_uniform_(linear.weight)
         else:
-            nn.init.normal_(linear.weight, std=NEW_LAYERS_STD if start == "normal" else start)
+            nn.init.normal_(linear.weight, std=NEW_LAYERS_STD if init == "normal" else init)
         nn.init.zeros_(linear.bias)
 
 
@@ -87,7 +88,7 @@ class Head(nn.Module):
         hidden_size: int,
         outputs: int | None,
         dropout: float,
-        start: InitScheme | float,
+        init: InitScheme | float,
         *,
         transform: Transform | None = None,
     ):
@@ -96,7 +97,7 @@ class Head(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.output = nn.Linear(hidden_size, outputs or 1)
         self.is_score = outputs is None
-        init_head([self.output] if transform is None else [transform["dense"], self.output], start)
+        init_head([self.output] if transform is None else [transform["dense"], self.output], init)
 
     def forward(self, states: Float[Tensor, "*shape E"]) -> Float[Tensor, "*scores"]:
         if self.transform is not None:

@@ -128,8 +128,8 @@ def test_files_that_are_not_weights(tmp_path: Path, plain: FasterRCNN):
             load_checkpoint(plain, tmp_path / name)
 
 
-class Config(dict):
-    """Config of a training, as frameworks save them beside the weights."""
+class Settings(dict):
+    """Settings of a training, as frameworks save them beside the weights."""
 
 
 class Slots:
@@ -148,7 +148,7 @@ WEIGHTS = {"a.w": torch.ones(2)}
     [
         {"model": WEIGHTS, "args": argparse.Namespace(lr=1.0, path=PurePosixPath("x"))},
         {"model": WEIGHTS, "best": np.float64(2), "losses": np.arange(3.0), "names": np.array(["a"])},
-        {"state_dict": {f"model.{name}": value for name, value in WEIGHTS.items()}, "hyper_parameters": Config(a=1)},
+        {"state_dict": {f"model.{name}": value for name, value in WEIGHTS.items()}, "hyper_parameters": Settings(a=1)},
         {"net": {f"module._orig_mod.{name}": value for name, value in WEIGHTS.items()}, "settings": Slots()},
         {"model_state_dict": OrderedDict(WEIGHTS), "epoch": 3, "optimizer": {"state": {}}},
         {"model": {"state_dict": {"a._orig_mod.w": torch.ones(2)}}},

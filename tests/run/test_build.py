@@ -214,7 +214,7 @@ def config_of(tiny_config: Callable[..., RunConfig]) -> Callable[..., RunConfig]
 
 
 def with_options(config: RunConfig, **changed: object) -> RunConfig:
-    """Config with more entries of `task.config`."""
+    """Settings with more entries of `task.config`."""
     return replaced(config, task={"config": options(config.task.config) | changed})
 
 

@@ -64,7 +64,7 @@ def test_files_of_accelerate_are_for_any_machine(path):
 
 
 def without_files(config: RunConfig, answers: int = 2) -> RunConfig:
-    """Config of a model that starts at random, with a list of answers if it needs one, which comes with the data."""
+    """Settings of a model that starts at random, with a list of answers if it needs one, which comes with the data."""
     replace, task, answers = msgspec.structs.replace, config.task.config, ["yes", *map(str, range(1, answers))]
     if TASKS[config.task.name].cls.vocabulary_class is not None:
         task = replace(task, answers=answers)
