@@ -83,7 +83,8 @@ def measure_again() -> None:
     """Measure `MEASURED_AGAIN` of the packaged model on all evaluated splits, and write them into its metrics.json."""
     from e2e_vl.run.build import make_synthetic_data
     from e2e_vl.run.checkpoint import load_saved_config
-    from e2e_vl.run.evaluate import MetricName, evaluate_run
+    from e2e_vl.run.evaluate import evaluate_run
+    from e2e_vl.run.metric_names import MetricName
 
     metrics: dict[str, Any] = read_json(DEMO / "metrics.json")
     with tempfile.TemporaryDirectory() as folder:

@@ -41,7 +41,8 @@ from e2e_vl.registry import DATASETS
 from e2e_vl.run.build import build_loader, build_text_tokenizer
 from e2e_vl.run.checkpoint import load_model, save_model
 from e2e_vl.run.devices import choose_device, choose_precision, computing_in
-from e2e_vl.run.evaluate import MetricName, find_sure_threshold
+from e2e_vl.run.evaluate import find_sure_threshold
+from e2e_vl.run.metric_names import MetricName, metrics_from_json
 from e2e_vl.samples import BrokenImageError, Question, Sample
 from e2e_vl.structures import Batch, ModelOutput, class_names_of
 from e2e_vl.tasks.phrase_head import add_grounded_phrases
@@ -105,7 +106,7 @@ class TrainedModel(
         self.network = network.to(self._device).eval()
         self._metrics = dict(metrics or {})
         self._sure_thresholds = {
-            boxes: find_sure_threshold(self._metrics, config.data.eval_splits, boxes)
+            boxes: find_sure_threshold(metrics_from_json(self._metrics), config.data.eval_splits, boxes)
             for boxes in (BoxSource.ONLINE, BoxSource.GT)
         }
         self._dataset = DATASETS[config.data.name].cls
@@ -173,9 +174,8 @@ class TrainedModel(
     def _scores(self) -> dict[MetricName, float]:
         """Return the run's metrics that measure the model."""
         scores = {}
-        for key, value in self._metrics.items():
-            name = MetricName.read(key)
-            if isinstance(value, float) and name is not None and name.measures_model:
+        for name, value in metrics_from_json(self._metrics).items():
+            if isinstance(value, float) and name.measures_model:
                 scores[name] = value
         return scores
 

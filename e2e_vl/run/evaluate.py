@@ -1,4 +1,4 @@
-"""The evaluation loop: each text of a split exactly once, over any number of processes; and the names of metrics."""
+"""The evaluation loop: each text of a split exactly once, over any number of processes."""
 
 from __future__ import annotations
 
@@ -28,79 +28,14 @@ from e2e_vl.predictions import PhrasesOnly, Prediction, with_target, write_list
 from e2e_vl.run.build import Run, build_examples, warn_of_random_boxes
 from e2e_vl.run.checkpoint import load_model, load_saved_config
 from e2e_vl.run.launch import gather_to_main, make_accelerator, on_main
+from e2e_vl.run.metric_names import LOSS, SURE_THRESHOLD, MetricName, Metrics, metrics_to_json, name_metrics
 from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.phrase_head import TAGS, add_grounded_phrases, grounding_metrics
 from e2e_vl.terminal import lasting_output
 
-# Names of metrics, such as `val/accuracy_predicted_boxes/relation`
-
-COUNTS = ("count", "unreadable_images")
-SURE_THRESHOLD = "sure_threshold"  # answers of a lower certainty are unsure; None: all are
-
-
-@dataclasses.dataclass(frozen=True)
-class MetricName:
-    """The parts of a metric's name."""
-
-    split: str
-    metric: str
-    source: BoxSource
-    detail: str = ""  # family, type of question or class; "" = all texts
-
-    @classmethod
-    def read(cls, name: str) -> MetricName | None:
-        """Parse a name; None if it is not the name of a metric with a box source."""
-        split, _, rest = name.partition("/")
-        metric, _, detail = rest.partition("/")
-        for source in BoxSource.for_evaluation():
-            if metric.endswith(f"_{source.metric_suffix}"):
-                return cls(split, metric.removesuffix(f"_{source.metric_suffix}"), source, detail)
-        return None
-
-    def __str__(self) -> str:
-        return "/".join(filter(None, (self.split, f"{self.metric}_{self.source.metric_suffix}", self.detail)))
-
-    @property
-    def boxes(self) -> str:
-        """The box source in words, such as "predicted boxes"."""
-        return self.source.metric_suffix.replace("_", " ")
-
-    @property
-    def whole(self) -> MetricName:
-        return dataclasses.replace(self, detail="")
-
-    @property
-    def is_count(self) -> bool:
-        return self.metric in COUNTS
-
-    @property
-    def measures_model(self) -> bool:
-        """Whether it is neither a count, nor a bound that the data set, nor the threshold of sure answers."""
-        return self.metric not in (*COUNTS, "ceiling", baselines.METRIC, SURE_THRESHOLD)
-
-    @property
-    def is_constant(self) -> bool:
-        """Whether the value does not improve with training.
-
-        It is a count, a shortcut, the upper bound for given boxes, or the threshold of sure answers.
-        """
-        is_given = self.metric == "ceiling" and self.source is not BoxSource.ONLINE
-        return is_given or self.metric in (*COUNTS, baselines.METRIC, SURE_THRESHOLD)
-
-
-def named_metrics(scores: Mapping[str, Any], split: str, boxes: BoxSource) -> dict[str, Any]:
-    """`accuracy` -> `val/accuracy_predicted_boxes`; `accuracy/relation` -> `val/accuracy_predicted_boxes/relation`."""
-    named = {}
-    for key, value in scores.items():
-        metric, _, detail = key.partition("/")
-        named[str(MetricName(split, metric, boxes, detail))] = value
-    return named
-
-
 logger = logging.getLogger(__name__)
 
 EVALUATIONS = "evaluations"  # folder in a run directory for the output of `evaluate_run`
-LOSS = "loss"  # metric: the weighted sum of task and phrase losses, without detection losses; lower is better
 
 
 def phrase_weights(config: RunConfig) -> dict[str, float]:
@@ -139,7 +74,7 @@ class Evaluation:
     """The result of one split with one box source."""
 
     predictions: list[Prediction]  # all on the main process, empty on the others
-    metrics: dict[str, Any]  # by names such as `val/accuracy_predicted_boxes`
+    metrics: Metrics
     unreadable: list[Unreadable]  # images that were skipped
 
     def write(self, predictions: Path, unreadable: Path) -> None:
@@ -179,8 +114,8 @@ def sureness_metrics(task: Task, predictions: Sequence[Prediction]) -> dict[str,
     return {SURE_THRESHOLD: sure_threshold(certainties, correctness)}
 
 
-def find_sure_threshold(metrics: Mapping[str, Any], splits: Iterable[str], boxes: BoxSource) -> float:
-    """The certainty from which on answers about such boxes are sure, from the metrics of a run.
+def find_sure_threshold(metrics: Metrics, splits: Iterable[str], boxes: BoxSource) -> float:
+    """Return the certainty from which on answers about such boxes are sure, from the metrics of a run.
 
     Args:
         splits: the first one with a threshold counts, so `data.eval_splits` begins with the validation split.
@@ -189,9 +124,10 @@ def find_sure_threshold(metrics: Mapping[str, Any], splits: Iterable[str], boxes
         The threshold; inf: no answer is sure; -inf: the run did not measure it, so no answer is called unsure.
     """
     for split in splits:
-        name = str(MetricName(split, SURE_THRESHOLD, boxes))
+        name = MetricName(split, SURE_THRESHOLD, boxes)
         if name in metrics:
-            return math.inf if metrics[name] is None else metrics[name]
+            threshold = metrics[name]
+            return math.inf if threshold is None else threshold
     return -math.inf
 
 
@@ -218,7 +154,7 @@ class Evaluator:
         max_images: int | None = None,
         output: Path | None = None,
         show: Callable[[list[Prediction], str], None] | None = None,
-    ) -> dict[str, Any]:
+    ) -> Metrics:
         """Evaluate all of `data.eval_splits` with all of `eval.boxes`, on `run.eval_data`.
 
         Missing and unreadable images are skipped: they are logged, counted by the metric `unreadable_images`, and with
@@ -235,11 +171,11 @@ class Evaluator:
         Raises:
             InterruptedEvaluationError: a process has received a signal.
         """
-        metrics: dict[str, Any] = {}
+        metrics: Metrics = {}
         best = MetricName.read(self.config.train.metric_for_best_model or "")
         for split in self.config.data.eval_splits:
             for boxes in map(BoxSource, self.config.eval.boxes):
-                needs_loss = best is not None and (best.metric, best.split, best.source) == (LOSS, split, boxes)
+                needs_loss = best == MetricName(split, LOSS, boxes)
                 examples = run.eval_data[split, boxes]
                 evaluation = self.evaluate_split(
                     run.model, examples, split, boxes, max_images=max_images, with_loss=needs_loss
@@ -292,7 +228,7 @@ class Evaluator:
             data = self.config.data
             scores |= on_main(self.accelerator, lambda: sureness_metrics(model.task, predictions))
             scores |= baselines.best_baselines(user_path(data.root, "data.root"), data.name, split)
-        return Evaluation(predictions, named_metrics(scores, split, boxes), unreadable)
+        return Evaluation(predictions, name_metrics(scores, split, boxes), unreadable)
 
     def predict_texts(
         self,
@@ -396,7 +332,7 @@ def evaluate_run(
             run's folder `evaluations`, which replaces an earlier evaluation of the same name.
 
     Returns:
-        The metrics (as in `Evaluator.evaluate_splits`), and the predictions file on the main process (None on the
+        The metrics by the names that their file has, and the predictions file on the main process (None on the
         others).
     """
     boxes = BoxSource(boxes)
@@ -416,16 +352,17 @@ def evaluate_run(
     evaluation = Evaluator(config, accelerator).evaluate_split(
         model, examples, split, boxes, with_loss=with_loss, skip_broken=config.data.skip_broken
     )
-    metrics: dict[str, Any] = {}
+    metrics: Metrics = {}
     if with_loss:
-        metrics[str(MetricName(split, LOSS, boxes))] = None
+        metrics[MetricName(split, LOSS, boxes)] = None
     metrics |= evaluation.metrics
+    named_values = metrics_to_json(metrics)
     if accelerator.is_main_process:
         settings = [*(overrides or []), *convention]
-        write_json(metrics_path, {**replace_nan(metrics), "run": str(run_dir), "settings": settings})
+        write_json(metrics_path, {**replace_nan(named_values), "run": str(run_dir), "settings": settings})
         evaluation.write(path, path.with_name(f"{path.stem}_unreadable.json"))
     accelerator.wait_for_everyone()
-    return metrics, path if accelerator.is_main_process else None
+    return named_values, path if accelerator.is_main_process else None
 
 
 @lasting_output()
@@ -444,7 +381,7 @@ def predict_split(
         second_run_dir: the run for the second half of the file, for a task whose `Submission` has a `second_run`.
 
     Returns:
-        Metrics by name (no accuracy without labels), and whether this is the main process.
+        The metrics by their names in files (no accuracy without labels), and whether this is the main process.
     """
     check_output(output)
     boxes, overrides = BoxSource(boxes), overrides or []
@@ -487,4 +424,4 @@ def predict_split(
     if accelerator.is_main_process:
         submission.write(output, *predictions)
     accelerator.wait_for_everyone()
-    return named_metrics(metrics, split, boxes), accelerator.is_main_process
+    return metrics_to_json(name_metrics(metrics, split, boxes)), accelerator.is_main_process

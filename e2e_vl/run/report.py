@@ -33,7 +33,8 @@ from e2e_vl.config_files import differences
 from e2e_vl.io import file_name, read_log, read_text
 from e2e_vl.metrics import baselines
 from e2e_vl.predictions import Prediction, read_predictions, with_target
-from e2e_vl.run.evaluate import MetricName, find_sure_threshold, mark_unsure
+from e2e_vl.run.evaluate import find_sure_threshold, mark_unsure
+from e2e_vl.run.metric_names import MetricName, Metrics, metrics_from_json
 from e2e_vl.run.optim import preview
 from e2e_vl.tasks.base import PredictionSummary, Task
 
@@ -196,18 +197,13 @@ class Table(NamedTuple):
         return cls(title, headings, {row: [column.get(row) for column in columns] for row in ordered})
 
 
-def build_tables(metrics: Mapping[str, Any], split: str, counts: Cells | None = None) -> list[Table]:
+def build_tables(metrics: Metrics, split: str, counts: Cells | None = None) -> list[Table]:
     """Build a table of the metrics of a split over all texts, then one of each set of families.
 
     Args:
-        metrics: by names such as `val/accuracy_predicted_boxes/relation`; others are ignored.
         counts: columns that join the first table with all of their families.
     """
-    of_split = []
-    for name, value in metrics.items():
-        metric = MetricName.read(name)
-        if metric is not None and metric.split == split:
-            of_split.append((metric, value))
+    of_split = [(metric, value) for metric, value in metrics.items() if metric.split == split]
     of_split.sort(key=lambda entry: entry[0].is_count)
     overall = Cells()
     by_family = Cells()
@@ -400,10 +396,12 @@ def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
     Returns:
         The path of the report.
     """
-    metrics = read_json(run_dir / "metrics.json", dict[str, Any])
+    summary = read_json(run_dir / "metrics.json", dict[str, Any])
+    metrics = metrics_from_json(summary)
     curves = draw_curves(read_log(run_dir / "log.jsonl"))
     generator = np.random.default_rng(config.seed)
-    best = metrics.get("best") or {}
+    best = summary.get("best") or {}
+    best_metrics = metrics_from_json(best.get("metrics", {}))
     sections = []
     for split in config.data.eval_splits:
         described = {}
@@ -426,7 +424,7 @@ def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
             {
                 "split": split,
                 "tables": build_tables(metrics, split, count_outcomes(described)),
-                "best": build_tables(best.get("metrics", {}), split),
+                "best": build_tables(best_metrics, split),
                 "mistakes": mistakes,
                 "samples": draw_samples(described, config.eval.report_pictures, generator),
                 "outcomes": outcomes,
@@ -445,7 +443,7 @@ def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
         date=datetime.datetime.fromtimestamp((run_dir / "metrics.json").stat().st_mtime),
         command=command,
         # statistics of the run itself, such as `steps`; the best model has its own section
-        numbers={name: value for name, value in metrics.items() if name != "best" and MetricName.read(name) is None},
+        numbers={name: value for name, value in summary.items() if name != "best" and MetricName.read(name) is None},
         best=best,
         sections=sections,
         open_cards=OPEN_CARDS,

@@ -16,7 +16,7 @@ from e2e_vl.data.batching import EncodedDataset
 from e2e_vl.drawing import draw_boxes
 from e2e_vl.predictions import Prediction, with_target
 from e2e_vl.run.build import InitialWeights, Run
-from e2e_vl.run.evaluate import COUNTS, MetricName
+from e2e_vl.run.metric_names import COUNTS, Metrics, metrics_from_json
 from e2e_vl.tasks.base import Task
 
 PICTURES = 4  # per evaluation
@@ -210,9 +210,13 @@ def describe_results(summary: Mapping[str, Any], output: Path, report: Path) -> 
     return "\n".join([*lines, f"last model: {output / 'model'}", f"report: {report}"])
 
 
-def _titled_table(title: str, metrics: Mapping[str, Any]) -> list[str]:
-    """Return a table with a title and a blank line before and after it; no lines without metrics."""
-    table = format_results(metrics)
+def _titled_table(title: str, content: Mapping[str, Any]) -> list[str]:
+    """Return a table with a title and a blank line before and after it; no lines without metrics.
+
+    Args:
+        content: metrics by their names in files; other values are ignored.
+    """
+    table = format_results(metrics_from_json(content))
     if not table:
         return []
     if title:
@@ -220,18 +224,13 @@ def _titled_table(title: str, metrics: Mapping[str, Any]) -> list[str]:
     return ["", *table, ""]
 
 
-def format_results(metrics: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a table with a row per split, metric and family, and a column per box source.
-
-    Other names than those of metrics are ignored.
-    """
+def format_results(metrics: Metrics) -> list[str]:
+    """Return the lines of a table with a row per split, metric and family, and a column per box source."""
     cells: dict[tuple[str, str, str], dict[str, Any]] = {}  # (split, metric, family) -> boxes -> value
     columns: list[str] = []
-    for key, value in metrics.items():
-        name = MetricName.read(key)
-        if name is not None:
-            cells.setdefault((name.split, name.metric, name.detail), {})[name.boxes] = value
-            columns.append(name.boxes)
+    for name, value in metrics.items():
+        cells.setdefault((name.split, name.metric, name.detail), {})[name.boxes] = value
+        columns.append(name.boxes)
     columns = list(dict.fromkeys(columns))
     splits = list(dict.fromkeys(split for split, *_ in cells))
     kinds = list(dict.fromkeys(metric for _, metric, _ in cells))

@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import msgspec
 import torch
@@ -37,12 +37,12 @@ from e2e_vl.config_files import save_config
 from e2e_vl.data.batching import BatchLoader, GroupedBatchSampler
 from e2e_vl.io import RunLog, refuse_to_overwrite, replace_nan
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.registry import check_name
 from e2e_vl.run import checkpoint as checkpoints
 from e2e_vl.run.build import Run, build_run, resolve_config
-from e2e_vl.run.evaluate import LOSS, Evaluator, InterruptedEvaluationError, MetricName, phrase_weights
+from e2e_vl.run.evaluate import Evaluator, InterruptedEvaluationError, phrase_weights
 from e2e_vl.run.guards import FiniteCheck, StopSignals, check_images, run_lock, warn_of_shared_images
 from e2e_vl.run.launch import make_accelerator, on_main
+from e2e_vl.run.metric_names import MetricName, Metrics, choose_metric, metrics_to_json
 from e2e_vl.run.optim import build_optimizer, build_schedule, objective_weights
 from e2e_vl.run.trackers import describe_finished_run, describe_results, describe_run, flatten_settings, track_pictures
 from e2e_vl.structures import Batch
@@ -198,10 +198,11 @@ class Trainer:
         limit = config.eval.max_images
         is_limited = limit is not None and any(len(dataset.groups) > limit for dataset in run.eval_data.values())
         self.eval_images = limit if is_limited else None
-        self.best = BestModel(self.output / "best", settings.metric_for_best_model, settings.patience)
+        metric = None
         if settings.metric_for_best_model is not None:  # check the name before training, and before the seeds are set
-            evaluator = Evaluator(config, accelerator)
-            self.best.check_name(evaluator.evaluate_splits(run, max_images=config.eval.images_per_batch))
+            measured = Evaluator(config, accelerator).evaluate_splits(run, max_images=config.eval.images_per_batch)
+            metric = choose_metric(settings.metric_for_best_model, measured, "train.metric_for_best_model")
+        self.best = BestModel(self.output / "best", metric, settings.patience)
         # after weight initialisation: a different but reproducible seed for dropout and RoI sampling on each process
         set_seed(config.seed, device_specific=True)
         self.step = self.images_seen = self.skipped_steps = 0
@@ -386,7 +387,7 @@ class Trainer:
         self.accelerator.log({f"train/{name}": value for name, value in means.items()}, step=self.step)
         bar.set_postfix({"loss": f"{means['loss']:.3f}"}, refresh=False)
 
-    def evaluate(self, max_images: int | None, *, final: bool = False) -> dict[str, Any]:
+    def evaluate(self, max_images: int | None, *, final: bool = False) -> Metrics:
         """Evaluate the current model, log the metrics, and save it if it is the best so far.
 
         `max_images`: maximum number of images per split; None = all. A signal ends the evaluation and the run, after a
@@ -406,9 +407,11 @@ class Trainer:
             self.stop_run(interrupted.signal_number)
         self.stop.at_once = False
         is_comparable = max_images == self.eval_images  # metrics over different images are not comparable
-        self.log.write(self.step, "eval" if is_comparable else "final", metrics)
+        named_values = metrics_to_json(metrics)
+        self.log.write(self.step, "eval" if is_comparable else "final", named_values)
         if is_comparable:
-            self.accelerator.log({name: value for name, value in metrics.items() if value is not None}, step=self.step)
+            measured_values = {name: value for name, value in named_values.items() if value is not None}
+            self.accelerator.log(measured_values, step=self.step)
             if self.best.judge(self.step, metrics) and self.accelerator.is_main_process:
                 self.best.write(lambda folder: checkpoints.save_model(folder, *self.parts))
         return metrics
@@ -435,10 +438,14 @@ class Trainer:
     def parts(self) -> tuple:
         return self.config, self.built.model, self.built.tokenizer
 
-    def finish(self, metrics: dict[str, Any], started: float) -> dict[str, Any]:
-        model, best, is_main = self.built.model, self.best, self.accelerator.is_main_process
+    def finish(self, metrics: Metrics, started: float) -> dict[str, Any]:
+        """Write the last model, the metrics and the report; return the content of `metrics.json`."""
+        model = self.built.model
+        best = self.best
+        is_main = self.accelerator.is_main_process
+        named_values = metrics_to_json(metrics)
         summary = {
-            **metrics,
+            **named_values,
             "steps": self.step,
             "seconds": time.perf_counter() - started,
             "seconds_training": self.seconds_training,
@@ -451,23 +458,23 @@ class Trainer:
         }
         self.accelerator.wait_for_everyone()  # the main process may still be writing the best model
         if best.summary is not None and best.folder.is_dir():
-            name = MetricName.read(best.metric)
-            images = len(self.built.eval_data[name.split, name.source].groups)
+            images = len(self.built.eval_data[best.metric.split, best.metric.source].groups)
             if self.eval_images is not None:
                 images = min(images, self.eval_images)
             summary["best"] = {**read_json(best.folder / "best.json"), "images": images}
             if summary["best"]["step"] != self.step:  # evaluate the best model on all images
                 _, best_model, _ = checkpoints.load_model(best.folder)
                 built = dataclasses.replace(self.built, model=best_model.to(self.accelerator.device))
-                summary["best"]["metrics"] = Evaluator(self.config, self.accelerator).evaluate_splits(built)
+                best_metrics = Evaluator(self.config, self.accelerator).evaluate_splits(built)
+                summary["best"]["metrics"] = metrics_to_json(best_metrics)
             if is_main:
-                write_json(best.folder / "metrics.json", replace_nan(summary["best"].get("metrics", metrics)))
+                write_json(best.folder / "metrics.json", replace_nan(summary["best"].get("metrics", named_values)))
         if best.is_over and self.step < self.total_steps:
             summary["stopped_early"] = best.waited
         if is_main:
             with atomic_folder(self.output / "model") as folder:
                 checkpoints.save_model(folder, *self.parts)
-                write_json(folder / "metrics.json", replace_nan(metrics))
+                write_json(folder / "metrics.json", replace_nan(named_values))
             write_json(self.output / "metrics.json", replace_nan(summary))
             from e2e_vl.run.report import write_report  # late: importing matplotlib takes seconds
 
@@ -485,8 +492,10 @@ class Trainer:
 class BestModel:
     """Tracks the best evaluation of a run. All processes have the same copy; the main process writes."""
 
+    STATE: ClassVar[tuple[str, ...]] = ("step", "value", "judged_step", "waited")  # saved in checkpoints
+
     folder: Path  # of the best model
-    metric: str | None = None  # a metric (higher is better) or a loss (lower is better); None: nothing is tracked
+    metric: MetricName | None = None  # higher is better, but of a loss lower; None: nothing is tracked
     patience: int | None = None  # training ends after this many evaluations in a row without a better value
     step: int | None = None  # of the best evaluation; None before the first one
     value: float | None = None
@@ -500,39 +509,18 @@ class BestModel:
     @property
     def summary(self) -> dict[str, Any] | None:
         """Metric, value and step of the best model; None before the first evaluation."""
-        return None if self.step is None else {"metric": self.metric, "value": self.value, "step": self.step}
+        if self.step is None:
+            return None
+        return {"metric": str(self.metric), "value": self.value, "step": self.step}
 
-    def check_name(self, metrics: Mapping[str, Any]) -> None:
-        """Raise UserError for a metric that evaluations do not compute, or that training cannot change.
-
-        A detail of a metric, such as a family of texts, may be missing in a subset of the images.
-        """
-        if self.metric is None:
-            return
-        metric = MetricName.read(self.metric)
-        is_measured = self.metric in metrics
-        if metric is not None and metric.metric != LOSS:  # a detail counts as measured where the whole is
-            is_measured = is_measured or str(metric.whole) in metrics
-        if is_measured and not (metric is not None and metric.is_constant):
-            return
-        choices = []
-        for name in metrics:
-            other = MetricName.read(name)
-            if other is None or not other.is_constant:
-                choices.append(name)
-        check_name(self.metric, choices, "train.metric_for_best_model")
-
-    def judge(self, step: int, metrics: Mapping[str, Any]) -> bool:
+    def judge(self, step: int, metrics: Metrics) -> bool:
         """Whether the model of this step is the best so far; False if the step was evaluated before."""
         if self.metric is None or step == self.judged_step:
             return False
-        self.check_name(metrics)
         value = metrics.get(self.metric)
         is_best = value is not None and math.isfinite(value)
         if is_best and self.value is not None:
-            name = MetricName.read(self.metric)
-            is_loss = name is not None and name.metric == LOSS
-            is_best = value < self.value if is_loss else value > self.value
+            is_best = value < self.value if self.metric.is_loss else value > self.value
         self.judged_step = step
         self.waited += 1
         if is_best:
@@ -548,12 +536,14 @@ class BestModel:
             write_json(part / "best.json", self.summary)
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("metric", "step", "value", "judged_step", "waited")}
+        state = {name: getattr(self, name) for name in self.STATE}
+        state["metric"] = None if self.metric is None else str(self.metric)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state from a checkpoint, unless it belongs to another metric."""
-        if self.metric is not None and state["metric"] == self.metric:
-            vars(self).update(state)
+        if self.metric is not None and state["metric"] == str(self.metric):
+            vars(self).update({name: state[name] for name in self.STATE})
 
     def forget_lost_model(self) -> int | None:
         """Let the next evaluation be the best one if the files of the best model are gone; return its step."""

@@ -15,13 +15,12 @@ from e2e_vl.metrics.refcoco import ReferringPrediction, hits
 from e2e_vl.predictions import PhrasesOnly
 from e2e_vl.run.evaluate import (
     LossSums,
-    MetricName,
     evaluate_run,
     find_sure_threshold,
     mark_unsure,
-    named_metrics,
     sureness_metrics,
 )
+from e2e_vl.run.metric_names import MetricName, name_metrics
 from e2e_vl.run.train import train
 from e2e_vl.tasks.config import ReferringConfig
 from e2e_vl.tasks.refcoco import ReferringTask
@@ -148,7 +147,8 @@ def test_the_threshold_of_a_run_marks_its_answers():
     ]
     measured = sureness_metrics(task, [*predictions, PhrasesOnly()])
     assert measured == {"sure_threshold": 0.9} and sureness_metrics(task, predictions[:49]) == {}
-    metrics = named_metrics(measured, "val", BoxSource.ONLINE) | {"test/sure_threshold_gt_boxes": None}
+    metrics = name_metrics(measured, "val", BoxSource.ONLINE)
+    metrics[MetricName("test", "sure_threshold", BoxSource.GT)] = None
     splits = ["train", "val", "test"]
     sources = (BoxSource.ONLINE, BoxSource.GT, BoxSource.DETECTIONS)
     thresholds = [find_sure_threshold(metrics, splits, boxes) for boxes in sources]
@@ -156,37 +156,3 @@ def test_the_threshold_of_a_run_marks_its_answers():
     for threshold, number in zip(thresholds, (20, 60, 0), strict=True):
         mark_unsure(task, predictions, threshold)
         assert sum(prediction.is_unsure for prediction in predictions) == number
-
-
-# Names of metrics
-
-
-def test_a_name_is_taken_apart_as_it_was_made():
-    for source in BoxSource.for_evaluation():
-        [name] = named_metrics({"accuracy_by_question/yes/no": 1.0}, "val", source)
-        assert name == f"val/accuracy_by_question_{source.metric_suffix}/yes/no"
-        found = MetricName.read(name)
-        assert found == MetricName("val", "accuracy_by_question", source, "yes/no") and str(found) == name
-        assert str(found.whole) == name.removesuffix("/yes/no")
-        [name] = named_metrics({"AP50": 1.0}, "testA", source)
-        assert MetricName.read(name) == MetricName("testA", "AP50", source)
-
-
-def test_what_was_not_measured_with_boxes_is_no_metric():
-    assert [MetricName.read(name) for name in ("seconds", "images_per_second", "val/loss", "val/own")] == [None] * 4
-
-
-def test_what_training_cannot_change():
-    names = {
-        "val/count_predicted_boxes": True,
-        "val/ceiling_gt_boxes/relation": True,
-        "val/best_shortcut_predicted_boxes/largest object": True,
-        "val/sure_threshold_predicted_boxes": True,
-        "val/ceiling_predicted_boxes": False,
-        "val/accuracy_gt_boxes": False,
-    }
-    assert {name: MetricName.read(name).is_constant for name in names} == names
-    unlike_models = ("ceiling_predicted_boxes", "best_shortcut_gt_boxes/relation/largest", "sure_threshold_gt_boxes")
-    for name in (f"val/{metric}" for metric in unlike_models):
-        assert not MetricName.read(name).measures_model
-    assert MetricName.read("val/count_predicted_boxes").boxes == "predicted boxes"
