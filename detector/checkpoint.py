@@ -415,7 +415,7 @@ def load_checkpoint(
     """Load a saved or published checkpoint into a detector.
 
     Args:
-        path: see `read_weights`. Class names are loaded from the same folder if it has them.
+        path: see `read_weights`.
         expect: the part of the detector that the file must contain. "no_attributes": all but the attribute head, which
             may be missing from the file or from the detector. "no_predictor": all but the box predictor, which keeps
             its values: for a detector of other classes. "backbone": stem to res5; the RPN and the box predictor
@@ -445,13 +445,6 @@ def load_checkpoint(
     else:
         for config_path in (weights.path.with_suffix(".yaml"), weights.path.with_name(CONFIG_NAME)):
             _warn_of_other_conventions(detector.config, _read_conventions(config_path), str(path), str(config_path))
-    if expect in ("no_predictor", "backbone"):  # the classes are not those of the file
-        return report
-    load_class_names(detector, weights.path.parent)
-    if detector.class_names is None and published is not None:
-        class_names = published.read_class_names()
-        if class_names and len(class_names) == detector.num_classes:  # another file may have the same name
-            detector.class_names = class_names
     return report
 
 
@@ -477,13 +470,30 @@ def save_settings(detector: Detector, directory: str | Path) -> None:
         write_text(names, json.dumps(detector.class_names, ensure_ascii=False) + "\n")
 
 
-def load_class_names(detector: Detector, directory: str | Path) -> None:
-    path = Path(directory, CLASS_NAMES)
-    if not path.is_file():
-        return
-    names = read_json(path, list[str])
-    if len(names) != detector.num_classes:
-        raise UserError(
-            f"{path} has {len(names)} class names, but the detector has {detector.num_classes}; correct or remove it."
-        )
-    detector.class_names = tuple(names)
+def read_class_names(path: str | Path, num_classes: int) -> tuple[str, ...] | None:
+    """Return the names of the classes of a detector's weights, or None if they are unknown.
+
+    The names are in the folder of the weights, or in the list of published weights.
+
+    Args:
+        path: see `find_weights`.
+        num_classes: classes of the detector's config.
+
+    Raises:
+        UserError: the file of the names is damaged, or has another number of names.
+    """
+    names_path = find_weights(path).with_name(CLASS_NAMES)
+    if names_path.is_file():
+        names = read_json(names_path, list[str])
+        if len(names) != num_classes:
+            raise UserError(
+                f"{names_path} has {len(names)} class names, but the detector has {num_classes}; correct or remove it."
+            )
+        return tuple(names)
+    published = find_published_weights(path)
+    if published is None:
+        return None
+    class_names = published.read_class_names()
+    if class_names is None or len(class_names) != num_classes:  # another file may have the same name
+        return None
+    return class_names

@@ -9,6 +9,7 @@ input.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -99,8 +100,8 @@ class Detectron2Detector(TwoStageDetector):
     `normalise_images` prepares the images, so `GeneralizedRCNN.preprocess_image` is not used.
     """
 
-    def __init__(self, config: DetectorConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: DetectorConfig, class_names: Sequence[str] | None = None) -> None:
+        super().__init__(config, class_names)
         if config.backbone not in (C4_BACKBONE, FPN_BACKBONE):
             raise UserError(
                 f"Detectron2 does not have MODEL.BACKBONE.NAME {config.backbone}; set detector.backend to builtin."

@@ -12,6 +12,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -244,8 +245,8 @@ class TwoStageDetector(Detector):
 class FasterRCNN(TwoStageDetector):
     """Faster R-CNN with Detectron2's parameter names: its checkpoints load with `strict=True`."""
 
-    def __init__(self, config: DetectorConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: DetectorConfig, class_names: Sequence[str] | None = None) -> None:
+        super().__init__(config, class_names)
         backend = config.backbone_spec.backend
         if backend is not None:
             raise UserError(

@@ -8,6 +8,7 @@ together with its encoder. Shape legend: see `detector/structures.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -123,8 +124,10 @@ class R2CNetwork(Detector):
 
     reads_classes = True
 
-    def __init__(self, config: DetectorConfig, sizes: NetworkSizes | None = None) -> None:
-        super().__init__(config)
+    def __init__(
+        self, config: DetectorConfig, sizes: NetworkSizes | None = None, class_names: Sequence[str] | None = None
+    ) -> None:
+        super().__init__(config, class_names)
         sizes = sizes or NetworkSizes.from_config(config.resnet)
         self.backbone = R2CTrunk(config, sizes)
         self.roi_heads = R2CHead(config, sizes)

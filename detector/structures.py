@@ -167,12 +167,13 @@ class Detector(nn.Module, abc.ABC):
 
     reads_classes: ClassVar[bool] = False  # `forward` also takes `box_classes`, N entries, the class of each given box
 
-    def __init__(self, config: DetectorConfig) -> None:
+    def __init__(self, config: DetectorConfig, class_names: Sequence[str] | None = None) -> None:
+        """Build the detector with random weights; `class_names`: of the classes 0 .. K-1, None: unknown."""
         super().__init__()
         self.config = config
         self.feature_dim = config.feature_dim  # D
         self.num_classes = config.roi_heads.num_classes  # K
-        self.class_names: tuple[str, ...] | None = None  # of the classes 0 .. K-1; None: unknown
+        self.class_names = None if class_names is None else tuple(class_names)
         self.map_size: int | None = config.map_size  # S of the RoI masks; None: this detector reads none
 
     def freeze_predictions(self) -> None:
@@ -230,8 +231,8 @@ class PrecomputedDetector(Detector):
     `config`: settings of the detector that made the features: their width and the number of classes follow from it.
     """
 
-    def __init__(self, config: DetectorConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: DetectorConfig, class_names: Sequence[str] | None = None) -> None:
+        super().__init__(config, class_names)
         self.map_size = None
 
     @override

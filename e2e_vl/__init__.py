@@ -64,7 +64,8 @@ def load_detector(
     from e2e_vl.run.devices import choose_device
 
     device = choose_device(device)  # before weights are downloaded
-    return TrainedDetector(find_detector(source, config).with_names(class_names, attribute_names), device, dtype)
+    loaded = find_detector(source, config, class_names=class_names, attribute_names=attribute_names)
+    return TrainedDetector(loaded, device, dtype)
 
 
 def register_encoders() -> None:

@@ -171,11 +171,15 @@ class RunDetectorConfig(Config, frozen=True):
         check_name(self.backend, DETECTORS, "backend")
 
     @property
+    def loads_classes(self) -> bool:
+        """Whether the weights contain the box predictor, and so say what the classes are."""
+        return self.weights is not None and self.expect in ("all", "no_attributes")
+
+    @property
     def proposes_at_random(self) -> bool:
         """Whether the RPN and the box head are untrained, so predicted boxes are meaningless."""
         is_trained = self.loss_weight > 0 and not self.freeze
-        is_loaded = self.weights is not None and self.expect not in ("no_predictor", "backbone")
-        return self.backend != "precomputed" and not is_trained and not is_loaded
+        return self.backend != "precomputed" and not is_trained and not self.loads_classes
 
 
 class EncoderConfig(Config, frozen=True):

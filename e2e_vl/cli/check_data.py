@@ -151,8 +151,10 @@ def check_data(
         box_sources[split] = list(dict.fromkeys(sources))
     run = build_run_without_weights(config)
     readers: dict[str, SplitReader] = {}
+    class_names = None
     for split, sources in box_sources.items():
-        readers[split] = SplitReader(config, split, sources, id_lookup, max_images, run)
+        readers[split] = SplitReader(config, split, sources, id_lookup, max_images, run, class_names)
+        class_names = readers[train_split].learned_class_names
 
     trained_ids = {"the detector's training images": detector_ids}
     for name, other in others.items():
@@ -183,7 +185,13 @@ class SplitReader:
         id_lookup: ImageIdLookup,
         max_images: int | None,
         run: RunWithoutWeights,
+        class_names: Sequence[str] | None = None,
     ) -> None:
+        """Read a split.
+
+        Args:
+            class_names: that the detector learns from the training split; None: it learns none.
+        """
         from e2e_vl.run.build import open_split  # late: imports torch and transformers
 
         self.config = run.config
@@ -199,6 +207,8 @@ class SplitReader:
         if self.task.vocabulary_class is not None and self.model is not None:
             self.answers = set(self.model.task.answer_vocabulary.answers)
         self.loaders: list[ImageLoader] = []  # one for each source of boxes
+        self.class_names = class_names
+        self.learned_class_names: Sequence[str] | None = None  # by a detector that trains on this split
         self.examples: EncodedDataset | None = None  # encodes texts; None: it cannot be built
         self.text_limit: int | None = None  # wordpieces, with special tokens; None: no limit
         self._listed: set[str] = set()  # the problems of the report
@@ -248,18 +258,17 @@ class SplitReader:
         """Check what a run checks before its first step."""
         from e2e_vl.run.build import check_training_data
 
-        detector = self.model.detector
         settings = self.config.detector
-        has_named_classes = settings.weights is not None and settings.expect in ("all", "no_attributes")
-        if has_named_classes and dataset.class_names is not None:  # the weights, which are not loaded, may name them
-            detector.class_names = tuple(dataset.class_names)
+        class_names = self.class_names
+        if settings.loads_classes:  # the weights, which are not loaded, may name them
+            class_names = dataset.class_names
         try:
             if self.is_training:
-                check_training_data(self.config, self.model, self.examples)
-                if settings.loss_weight > 0 and detector.class_names is None and dataset.class_names is not None:
-                    detector.class_names = tuple(dataset.class_names)
+                check_training_data(self.config, self.model, self.examples, class_names)
+                if settings.loss_weight > 0:
+                    self.learned_class_names = dataset.class_names
             elif self.task.predicts_classes:
-                dataset.check_classes(detector.num_classes, detector.class_names)
+                dataset.check_classes(self.model.detector.num_classes, class_names)
         except (ValueError, OSError) as error:
             self._add_problem(f"{self.report.split}: {error}")
 

@@ -94,11 +94,21 @@ def add_detector_options(parser: argparse.ArgumentParser, max_proposals: int | N
     parser.add_argument("--seed", type=int, default=0, help="seed of random weights (default: 0)")
 
 
-def load_source(args: argparse.Namespace) -> LoadedDetector:
-    """Load the detector of `--detector`, of `--run`, or of `--config` and `--weights`."""
+def load_source(
+    args: argparse.Namespace, class_names: Path | None = None, attribute_names: Path | None = None
+) -> LoadedDetector:
+    """Load the detector of `--detector`, of `--run`, or of `--config` and `--weights`.
+
+    For the files of names, see `open_detector`.
+    """
     from e2e_vl.extraction.regions import detector_of_run, find_detector, open_detector  # late: imports torch
 
-    common = {"backend": args.backend, "max_proposals": args.max_proposals}
+    common = {
+        "backend": args.backend,
+        "max_proposals": args.max_proposals,
+        "class_names": class_names,
+        "attribute_names": attribute_names,
+    }
     if args.detector is not None:
         return find_detector(args.detector, args.config, **common)
     if args.run is not None:
@@ -146,10 +156,9 @@ def one_image(argv: list[str] | None = None, prog: str | None = None) -> int:
         raise UserError("--text needs --run, the directory of a trained run; train one with `e2e-vl train`.")
     images = find_images(args.image)
     rule = DISPLAY_SELECTION.with_stated(args.min_score, args.min_regions, args.max_regions)
-    source = load_source(args)
+    source = load_source(args, args.class_names, args.attribute_names)
     from e2e_vl.api.model import TrainedDetector  # late: imports torch
 
-    source = source.with_names(args.class_names, args.attribute_names)
     if source.warning:
         print(source.warning)
     detector = TrainedDetector(source, args.device)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchvision.ops import batched_nms, clip_boxes_to_image, nms
 
 from detector.boxes import best_class_boxes, decode_deltas, is_larger, select_max_conf, select_max_nms, select_regions
-from detector.checkpoint import CONFIG_NAME, find_weights, load_checkpoint
+from detector.checkpoint import CONFIG_NAME, find_weights, load_checkpoint, read_class_names
 from detector.config import BACKENDS, DetectorConfig, SelectionRule
 from detector.errors import UserError
 from detector.faster_rcnn import TwoStageDetector
@@ -258,15 +258,6 @@ class LoadedDetector:
     # the images of its training, if they were drawn
     drawn_scenes: SyntheticDataConfig = dataclasses.field(default_factory=SyntheticDataConfig)
 
-    def with_names(self, class_names: str | Path | None, attribute_names: str | Path | None) -> LoadedDetector:
-        """Return the same detector, with class and attribute names from text files, see `read_vocabulary`."""
-        if class_names is not None:
-            self.detector.class_names = read_vocabulary(class_names, self.detector.num_classes, "classes")
-        if attribute_names is None:
-            return self
-        names = read_vocabulary(attribute_names, self.detector.config.attributes.num_classes, "attributes")
-        return dataclasses.replace(self, attribute_names=names)
-
 
 def open_detector(
     config: str | Path,
@@ -277,6 +268,8 @@ def open_detector(
     rounding: str = "detectron2",
     max_proposals: int | None = None,
     seed: int = 0,
+    class_names: str | Path | None = None,
+    attribute_names: str | Path | None = None,
 ) -> LoadedDetector:
     """Build a detector from its config and load its weights.
 
@@ -286,6 +279,8 @@ def open_detector(
         resize: size of the network input; None = the config's INPUT.MIN_SIZE_TEST and MAX_SIZE_TEST, with `rounding`.
         max_proposals: upper limit for RPN.POST_NMS_TOPK_TEST, the number of proposals that reach the RoI head; None =
             the config's number. Time on a CPU grows with it; bottom-up attention uses 300, Detectron2 1000.
+        class_names: text file of the class names, see `read_vocabulary`; None = those of the weights, if they have any.
+        attribute_names: likewise; None = attributes are not predicted.
     """
     backend = backend or "builtin"
     cls = DETECTORS[backend].cls
@@ -295,15 +290,23 @@ def open_detector(
     if max_proposals is not None:
         changes = {"MODEL.RPN.POST_NMS_TOPK_TEST": min(settings.rpn.post_nms_topk_test, max_proposals)}
         settings = DetectorConfig.from_flat(settings.to_flat() | changes, str(config))
+    names = None
+    if class_names is not None:
+        names = read_vocabulary(class_names, settings.roi_heads.num_classes, "classes")
+    elif weights is not None:
+        names = read_class_names(weights, settings.roi_heads.num_classes)
+    names_of_attributes = None
+    if attribute_names is not None:
+        names_of_attributes = read_vocabulary(attribute_names, settings.attributes.num_classes, "attributes")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        detector = cls(settings).eval()
+        detector = cls(settings, class_names=names).eval()
     warning = RANDOM_WEIGHTS
     if weights is not None:
         load_checkpoint(detector, weights)
         warning = ""
     resize = resize or ResizeRule(settings.input.min_size_test, settings.input.max_size_test, rounding)
-    return LoadedDetector(detector, resize, backend, weights, seed, warning=warning)
+    return LoadedDetector(detector, resize, backend, weights, seed, names_of_attributes, warning)
 
 
 def find_detector(
@@ -312,6 +315,8 @@ def find_detector(
     *,
     backend: str | None = None,
     max_proposals: int | None = None,
+    class_names: str | Path | None = None,
+    attribute_names: str | Path | None = None,
 ) -> LoadedDetector:
     """Load a detector by name or path.
 
@@ -319,7 +324,8 @@ def find_detector(
         source: the name of published weights, see `detector.zoo`; a run directory or saved model folder; a
             folder with `config.yaml` and `model.safetensors`; or any weights file that `load_checkpoint` reads.
         config: Detectron2 YAML file, see `find_config`; needed for a file without one.
-        backend, max_proposals: as in `open_detector`; for a run, the backend defaults to the run's.
+        backend, max_proposals, class_names, attribute_names: as in `open_detector`; for a run, the backend defaults to
+            the run's.
     """
     if not isinstance(source, str | os.PathLike):
         raise UserError(f"A detector is loaded by a name or a path, not by a {type(source).__name__}.")
@@ -335,7 +341,13 @@ def find_detector(
         if weights.is_file():  # a copy of a published file, with its name
             published = find_published_weights(weights)
         elif (weights / "model").is_dir() or (weights / "detector").is_dir():
-            return detector_of_run(weights, backend=backend, max_proposals=max_proposals)
+            return detector_of_run(
+                weights,
+                backend=backend,
+                max_proposals=max_proposals,
+                class_names=class_names,
+                attribute_names=attribute_names,
+            )
         elif (weights / CONFIG_NAME).is_file():
             config = weights / CONFIG_NAME
     if published is not None:
@@ -349,13 +361,29 @@ def find_detector(
     if config is None:
         find_weights(weights)  # raises an error if the file is missing
         raise UserError(f"{weights}: there is no config beside the weights; give the detector's Detectron2 YAML file.")
-    return open_detector(config, weights, backend=backend, rounding=rounding, max_proposals=max_proposals)
+    return open_detector(
+        config,
+        weights,
+        backend=backend,
+        rounding=rounding,
+        max_proposals=max_proposals,
+        class_names=class_names,
+        attribute_names=attribute_names,
+    )
 
 
 def detector_of_run(
-    run_dir: str | Path, *, backend: str | None = None, max_proposals: int | None = None
+    run_dir: str | Path,
+    *,
+    backend: str | None = None,
+    max_proposals: int | None = None,
+    class_names: str | Path | None = None,
+    attribute_names: str | Path | None = None,
 ) -> LoadedDetector:
-    """Load the trained detector of a run directory or saved model, with the image size of the run's evaluation."""
+    """Load the trained detector of a run directory or saved model, with the image size of the run's evaluation.
+
+    For the arguments, see `find_detector`.
+    """
     folder = find_model_folder(Path(run_dir))
     config = load_config(folder / "config.yaml")
     if config.detector.backend not in BACKENDS:
@@ -369,6 +397,8 @@ def detector_of_run(
         backend=backend or config.detector.backend,
         resize=ResizeRule(resize.short_edge[-1], resize.long_edge, resize.rounding),
         max_proposals=max_proposals,
+        class_names=class_names,
+        attribute_names=attribute_names,
     )
     warning = RANDOM_BOXES if config.detector.proposes_at_random else ""
     return dataclasses.replace(loaded, warning=warning, drawn_scenes=config.data.synthetic)

@@ -160,7 +160,7 @@ def build_model(
     """Build detector, encoder and task, initialised at random or from the `weights` of each.
 
     Args:
-        tokenizer: if given, the task initialises itself from the other parts (`Task.initialise`) before
+        tokenizer: if given, the task initialises itself from the other parts (`Task.init_weights`) before
             `task.weights` are loaded.
         class_names: see `build_detector`.
         on_init: called for each part that loads weights.
@@ -177,7 +177,7 @@ def build_model(
     for ability in task.needs:
         encoder.require(ability, f"The task {config.task.name}")
     if tokenizer is not None:
-        task.initialise(tokenizer, encoder, detector)
+        task.init_weights(tokenizer, encoder, detector)
     knows_order = has_answers(config) or task.vocabulary_class is None
     for weights in filter(None, (config.task.fallback_weights, config.task.weights)):
         on_init(InitialWeights("task", weights, load_task(task, weights, rules, knows_class_order=knows_order)))
@@ -263,12 +263,17 @@ def build_detector(
     `class_names`: names of its classes, unless its weights name them; None: they may be unknown.
     """
     settings = config.detector
-    detector = DETECTORS[settings.backend].cls(read_detector_config(settings))
+    detector_config = read_detector_config(settings)
+    num_classes = detector_config.roi_heads.num_classes
+    names = None
+    if settings.loads_classes:
+        names = detector_checkpoint.read_class_names(settings.weights, num_classes)
+    if names is None and class_names is not None and len(class_names) == num_classes:
+        names = class_names
+    detector = DETECTORS[settings.backend].cls(detector_config, class_names=names)
     if settings.weights is not None:
         report = load_checkpoint(detector, settings.weights, expect=settings.expect)
         on_init(InitialWeights("detector", settings.weights, report))
-    if detector.class_names is None and class_names is not None and len(class_names) == detector.num_classes:
-        detector.class_names = tuple(class_names)
     return detector
 
 
@@ -538,16 +543,21 @@ def build_run(config: RunConfig, *, writes: bool = True, evaluates: bool = False
     if writes and model.task.vocabulary_class is not None and not has_answers(config):
         write_json(Path(config.output) / ANSWERS_FILE, model.task.answer_vocabulary.answers)
     examples = load_split(config, model, tokenizer, dataset, config.data.train_split, boxes, training=True)
-    check_training_data(config, model, examples)
+    check_training_data(config, model, examples, model.detector.class_names)
     eval_data = open_eval_data(config, model, tokenizer) if evaluates else {}
     return Run(model, tokenizer, examples, partial(collate, canvas=config.data.canvas), initial_weights, eval_data)
 
 
-def check_training_data(config: RunConfig, model: VisionLanguageModel, examples: EncodedDataset) -> None:
-    """Raise a UserError if the training data lack what detector, task or phrase head learn from."""
+def check_training_data(
+    config: RunConfig, model: VisionLanguageModel, examples: EncodedDataset, class_names: Sequence[str] | None
+) -> None:
+    """Raise a UserError if the training data lack what detector, task or phrase head learn from.
+
+    `class_names`: of the detector; None: unknown.
+    """
     dataset = examples.dataset
     if config.detector.loss_weight > 0:
-        dataset.check_classes(model.detector.num_classes, model.detector.class_names)
+        dataset.check_classes(model.detector.num_classes, class_names)
     model.task.check_data(dataset, model.detector)
     if model.phrase_head is not None:
         takes_others = bool(examples.preprocessor.learns_from)

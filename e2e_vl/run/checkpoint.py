@@ -30,7 +30,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from detector.checkpoint import check_arrays, load_class_names, load_weights, read_tensors, save_settings, save_weights
+from detector.checkpoint import check_arrays, load_weights, read_class_names, read_tensors, save_settings, save_weights
 from detector.errors import MissingFileError, UserError
 from detector.io import atomic_folder, decode_yaml, read_json, write_json
 from e2e_vl.config import RunConfig
@@ -135,8 +135,9 @@ def load_model(
     tokenizer = load_tokenizer(str(folder / "tokenizer"))
     # the returned settings keep detector.weights: `proposes_at_random` needs it
     unloaded = replace(config, detector=replace(detector, weights=None))
-    model = build_model(unloaded, vocab_size=len(tokenizer), tokenizer=tokenizer)
-    load_class_names(model.detector, folder / "detector")
+    num_classes = read_detector_config(unloaded.detector).roi_heads.num_classes
+    class_names = read_class_names(folder / "detector", num_classes)
+    model = build_model(unloaded, vocab_size=len(tokenizer), tokenizer=tokenizer, class_names=class_names)
     for name, module in _saved_modules(model).items():
         file = folder / name / "model.safetensors"
         load_weights(module, read_tensors(file), file)

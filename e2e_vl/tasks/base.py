@@ -255,7 +255,7 @@ class Task(nn.Module, abc.ABC):
         """The sample for a user's question; raises a UserError for unsupported inputs, by default for all."""
         raise UserError("This run does not answer questions; get its detections with `regions`.")
 
-    def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
+    def init_weights(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
         """Initialise from the other parts; does nothing by default.
 
         Called once when a model is built, after the initial weights of detector and encoder are loaded.

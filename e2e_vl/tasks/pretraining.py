@@ -179,7 +179,7 @@ class PretrainingTask(Task):
         if config.word_start == "bias":
             self.init_from = dataclasses.replace(type(self).init_from, copies={WORD_BIAS: WORD_BIAS})
         self.objectives = dict(objectives)  # registered as modules below
-        self.wordpieces = [f"wordpiece {number}" for number in range(sizes.vocab_size)]  # until `initialise`
+        self.wordpieces = [f"wordpiece {number}" for number in range(sizes.vocab_size)]  # until `init_weights`
         self.word_head = None
         if any(objective.reads_words for objective in objectives.values()):
             self.word_head = MLMHead(sizes.hidden_size, sizes.vocab_size)
@@ -229,7 +229,7 @@ class PretrainingTask(Task):
             raise UserError(f"This run predicts masked words: write {MASK} in the text{boxes}.")
         return question.sample(SampleText(0, question.text, {}), masks_regions=True)
 
-    def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
+    def init_weights(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
         """Store the vocabulary, and check that the objectives fit the detector."""
         if tokenizer is not None:
             self.wordpieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))

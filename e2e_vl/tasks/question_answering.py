@@ -163,7 +163,7 @@ class AnswerTask(Task):
         return question.sample(SampleText(0, question.text, {}))
 
     @torch.no_grad()
-    def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
+    def init_weights(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
         """Initialise the last Linear from word embeddings; rows of answers without wordpieces are unchanged."""
         if not self.config.init_from_words:
             return

@@ -11,7 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from detector.checkpoint import CONFIG_NAME, WEIGHTS_NAME, load_checkpoint, save_settings, save_weights
+from detector.checkpoint import (
+    CONFIG_NAME,
+    WEIGHTS_NAME,
+    load_checkpoint,
+    read_class_names,
+    save_settings,
+    save_weights,
+)
 from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.images import make_image_batch
@@ -91,7 +98,9 @@ def save_detector(model: FasterRCNN, folder: Path) -> Path:
 
 def load_detector(folder: Path) -> FasterRCNN:
     """Read a detector as `save_detector` wrote it."""
-    model = FasterRCNN(DetectorConfig.from_yaml(folder / CONFIG_NAME)).eval()
+    config = DetectorConfig.from_yaml(folder / CONFIG_NAME)
+    class_names = read_class_names(folder, config.roi_heads.num_classes)
+    model = FasterRCNN(config, class_names).eval()
     load_checkpoint(model, folder)
     return model
 

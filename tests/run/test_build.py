@@ -239,7 +239,9 @@ def test_class_names_come_with_the_weights_of_the_detector(tiny_config, trained_
     assert len(names) == trained_run.model.detector.num_classes and "star" in names
     for path in (trained_run.path, trained_run.path / "model" / "detector"):
         assert build(tiny_config(f"detector.weights={path}")).detector.class_names == names
-    assert build(tiny_config()).detector.class_names is None
+    other_classes = (f"detector.weights={trained_run.path}", "detector.expect=backbone")
+    for overrides in ((), other_classes):
+        assert build(tiny_config(*overrides)).detector.class_names is None
 
 
 @pytest.mark.parametrize("kind", ["run", "folders", "file"])

@@ -102,7 +102,7 @@ def test_the_model_of_a_run_can_be_built_and_missing_data_are_named(path, tmp_pa
     assert any(parameter.requires_grad for parameter in model.parameters())
     is_pretraining, task = config.task.name == "pretraining", model.task
     if is_pretraining or config.task.name == "vcr":  # objectives, encoder, detector and data fit each other
-        task.initialise(None, model.encoder, model.detector)  # needs no words
+        task.init_weights(None, model.encoder, model.detector)  # needs no words
         options = config.data.config
         has_corpus = "corpus" in config.data.files and getattr(options, "use_corpus", False)
         dataset = types.SimpleNamespace(

@@ -153,7 +153,7 @@ def test_rows_start_from_word_embeddings(tokenizer):
     task, plain = (make_task(answers=["yes", "hot dog", ""], init_from_words=is_on) for is_on in (True, False))
     before = plain.head.output.weight.clone()
     for one in (task, plain):
-        one.initialise(tokenizer, encoder, None)
+        one.init_weights(tokenizer, encoder, None)
     table, ids, rows = embeddings.weight, tokenizer.convert_tokens_to_ids, task.head.output.weight
     torch.testing.assert_close(rows[0], table[ids("yes")])
     torch.testing.assert_close(rows[1], (table[ids("hot")] + table[ids("dog")]) / 2)

@@ -57,7 +57,7 @@ def make_model(
 
 def make_detector(norm: str = "FrozenBN", attributes: int = 0) -> FasterRCNN:
     """A tiny detector with random weights, four classes and some attributes."""
-    detector = FasterRCNN(
+    return FasterRCNN(
         DetectorConfig.from_flat(
             {
                 "MODEL.RESNETS.DEPTH": 18,
@@ -70,10 +70,9 @@ def make_detector(norm: str = "FrozenBN", attributes: int = 0) -> FasterRCNN:
                 "MODEL.ROI_HEADS.SCORE_THRESH_TEST": 0.0,
                 "MODEL.ROI_BOX_HEAD.ATTRIBUTES.NUM_CLASSES": attributes,
             }
-        )
+        ),
+        class_names=("a", "b", "c", "d"),
     )
-    detector.class_names = ("a", "b", "c", "d")
-    return detector
 
 
 def put_together(
@@ -85,7 +84,7 @@ def put_together(
     task = PretrainingTask(sizes, config, build_objectives(objectives, sizes))
     for ability in task.needs:
         encoder.require(ability, "The task")
-    task.initialise(None, encoder, detector)
+    task.init_weights(None, encoder, detector)
     has_copy = task.region_masking.needs_frozen_teacher
     return VisionLanguageModel(detector, encoder, task, teacher=copy.deepcopy(detector) if has_copy else None)
 
