@@ -21,12 +21,11 @@ from typing_extensions import override
 
 from detector.boxes import pairwise_iou, rescale_detections
 from detector.errors import UserError
-from detector.structures import Detector
 from e2e_vl.drawing import BLUE, GREEN, RED, Colour, draw_boxes
 from e2e_vl.io import Id, Score
 from e2e_vl.predictions import Box, Prediction, TrueObject
 from e2e_vl.preprocessing import EncodedText, GeneratorFactory, Preprocessor
-from e2e_vl.samples import CategorisedObjects, DatasetInfo, Sample, SampleText
+from e2e_vl.samples import CategorisedObjects, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.targets import Targets, stacked
 from e2e_vl.tasks.base import PredictionSummary, Task, load_predicted_image
@@ -144,6 +143,7 @@ class DetectionPrediction(Prediction, kw_only=True):
     boxes: tuple[Box, ...]
     scores: tuple[Score, ...]
     category_ids: tuple[int, ...]
+    categories: tuple[str, ...] = ()  # the names of the detected classes; empty: unknown
     objects: tuple[TrueObject, ...]
 
 
@@ -176,16 +176,9 @@ class DetectionTask(Task):
     def __init__(self, hidden_size: int, config: DetectionConfig | None = None):
         super().__init__()
         self.config = config or DetectionConfig()
-        # id -> name, for pictures, set by `check_data`; unknown categories are shown as numbers
-        self.category_names: dict[int, str] = {}
 
     def preprocessor(self, text_tokenizer: TextTokenizer) -> DetectionPreprocessor:
         return DetectionPreprocessor(text_tokenizer)
-
-    def check_data(self, info: DatasetInfo, detector: Detector) -> None:
-        truth = next(iter(info.truths()), None)
-        if isinstance(truth, CategorisedObjects) and info.class_names is not None:
-            self.category_names = dict(zip(truth.category_ids, info.class_names, strict=True))
 
     def forward(self, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         if self.training and batch.detection_targets is None:
@@ -199,13 +192,18 @@ class DetectionTask(Task):
         predictions = []
         for row, image in enumerate(batch.image_index[:, 0].tolist()):
             sizes = batch.images.sizes[image].tolist(), batch.images.original_sizes[image].tolist()
-            boxes, kept = rescale_detections(regions.boxes[image], *sizes)
+            boxes, in_image = rescale_detections(regions.boxes[image], *sizes)
+            classes = regions.classes[image][in_image]
+            categories: list[str] = []
+            if output.class_names is not None:
+                categories = [output.class_names[class_index] for class_index in classes.tolist()]
             predictions.append(
                 self.prediction(
                     batch.records[row],
                     boxes=boxes.tolist(),
-                    scores=regions.scores[image][kept].tolist(),
-                    category_ids=category_ids[row][regions.classes[image][kept]].tolist(),
+                    scores=regions.scores[image][in_image].tolist(),
+                    category_ids=category_ids[row][classes].tolist(),
+                    categories=categories,
                 )
             )
         return predictions
@@ -245,12 +243,13 @@ class DetectionTask(Task):
 
     def draw(self, prediction: DetectionPrediction) -> np.ndarray:
         """Detections with a sufficient score in blue (wrong: red), missed objects in green."""
-        names = self.category_names | {entry.category_id: entry.category for entry in prediction.objects}
         shown, found = self._matches(prediction)
         drawn: list[tuple[Box, str, Colour]] = []
         for row in shown:
-            category = prediction.category_ids[row]
-            label = f"{names.get(category, f'category {category}')} {prediction.scores[row]:.2f}"
+            category = f"category {prediction.category_ids[row]}"
+            if prediction.categories:
+                category = prediction.categories[row]
+            label = f"{category} {prediction.scores[row]:.2f}"
             drawn.append((prediction.boxes[row], label, BLUE if row in found else RED))
         for number, entry in enumerate(prediction.objects):
             if number not in found.values():

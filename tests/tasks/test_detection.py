@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -46,7 +47,8 @@ def run(task: DetectionTask, batch: Batch) -> ModelOutput:
     )
     gathered = gather_regions(regions, batch.images.sizes, batch.image_index)
     encoded = EncoderOutput(text=torch.zeros(2, 3, 5), regions=gathered.features)
-    return ModelOutput(task(batch, gathered, encoded), regions, gathered, encoded, batch)
+    class_names = ("cat", "dog", "bird")
+    return ModelOutput(task(batch, gathered, encoded), regions, gathered, encoded, batch, class_names)
 
 
 def test_predictions_are_in_original_pixels_with_category_ids():
@@ -57,6 +59,8 @@ def test_predictions_are_in_original_pixels_with_category_ids():
     assert (first.image_id, first.boxes, first.scores, first.category_ids) == (22, (), (), ())
     assert second.image_id == 11 and second.boxes == ((20, 40, 220, 120), (0, 0, 400, 200))
     assert second.scores == (0.75, 0.25) and second.category_ids == (30, 4)
+    assert first.categories == () and second.categories == ("bird", "cat")
+    assert task.predict(dataclasses.replace(output, class_names=None))[1].categories == ()
 
 
 def test_training_without_detection_losses_is_an_error():
