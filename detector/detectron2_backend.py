@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Float32
 from torch import Tensor, nn
+from typing_extensions import override
 
 from detector.backbones.resnet import BLOCKS_PER_STAGE
 from detector.config import C4_BACKBONE, FPN_BACKBONE, OUR_KEYS, STAGES, DetectorConfig, ResNetConfig, nest
@@ -120,10 +121,12 @@ class Detectron2Detector(TwoStageDetector):
         predictor.add_attribute_layers(head_dim, config.attributes)
         self.roi_heads.box_predictor = predictor
 
+    @override
     def features(self, images: ImageBatch) -> FeatureMaps:
         """Return feature maps by name: `res4` for C4, `p2` .. `p6` for FPN."""
         return self.backbone(pad_to_multiple(images.pixels, max(self.backbone.size_divisibility, 1)))
 
+    @override
     def run_rpn(self, features: FeatureMaps) -> LevelOutputs:
         rpn = self.proposal_generator
         maps = [features[name] for name in rpn.in_features]
@@ -140,10 +143,12 @@ class Detectron2Detector(TwoStageDetector):
             ],
         )
 
+    @override
     def propose(self, rpn_output: LevelOutputs, sizes: ImageSizes) -> ImageBoxes:
         proposals = self.proposal_generator.predict_proposals(*rpn_output, sizes)
         return [instances.proposal_boxes.tensor for instances in proposals]
 
+    @override
     def rpn_losses(self, rpn_output: LevelOutputs, targets: DetectionTargets, sizes: ImageSizes) -> dict[str, Loss]:
         rpn = self.proposal_generator
         with EventStorage():  # required by Detectron2, whose modules log to it
@@ -151,6 +156,7 @@ class Detectron2Detector(TwoStageDetector):
             losses = rpn.losses(rpn_output.anchors, rpn_output.objectness, labels, rpn_output.deltas, matched)
         return to_sums(losses, rpn.batch_size_per_image * len(sizes))
 
+    @override
     def sample(self, proposals: ImageBoxes, targets: DetectionTargets, sizes: ImageSizes) -> SampledInstances:
         candidates = [
             Instances(size, proposal_boxes=Boxes(boxes), objectness_logits=boxes.new_zeros(len(boxes)))
@@ -160,6 +166,7 @@ class Detectron2Detector(TwoStageDetector):
             instances = self.roi_heads.label_and_sample_proposals(candidates, to_instances(targets, sizes))
         return SampledInstances([rows.proposal_boxes.tensor for rows in instances], instances)
 
+    @override
     def head_losses(
         self, inputs: Float[Tensor, "J head_dim"], sampled: SampledInstances, targets: DetectionTargets
     ) -> dict[str, Loss]:
@@ -185,8 +192,10 @@ class Detectron2Detector(TwoStageDetector):
         maps = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in maps]  # like the built-in detector
         counts = torch.bincount(rois[:, 0].long(), minlength=len(maps[0])).tolist()
         boxes = [Boxes(rows) for rows in rois[:, 1:].split(counts)]
-        return (heads.box_pooler if self.config.has_box_head else heads.pooler)(maps, boxes)
+        pooler = heads.box_pooler if self.config.has_box_head else heads.pooler
+        return pooler(maps, boxes)
 
+    @override
     def describe(
         self,
         features: FeatureMaps,
@@ -194,16 +203,19 @@ class Detectron2Detector(TwoStageDetector):
         masks: Float[Tensor, "masks rows columns"] | None = None,
     ) -> RoIFeatures:
         if not (torch.is_grad_enabled() or self.training or len(rois) <= CHUNK):
-            parts = torch.arange(len(rois), device=rois.device).split(CHUNK)
-            return RoIFeatures.join(
-                [self.describe(features, rois[rows], None if masks is None else masks[rows]) for rows in parts]
-            )
+            parts = []
+            for rows in torch.arange(len(rois), device=rois.device).split(CHUNK):
+                chunk_masks = None if masks is None else masks[rows]
+                parts.append(self.describe(features, rois[rows], chunk_masks))
+            return RoIFeatures.join(parts)
         order = rois[:, 0].argsort(stable=True)
         back = order.argsort()
         maps = self.pool(features, rois[order])
         if not self.config.has_box_head:
             maps = self.roi_heads.res5(maps)
-        maps = mask_maps(maps, None if masks is None else masks[order])
+        if masks is not None:
+            masks = masks[order]
+        maps = mask_maps(maps, masks)
         if not self.config.has_box_head:
             mean = maps.mean(dim=(2, 3))[back]
             return RoIFeatures(mean, mean)
@@ -213,9 +225,11 @@ class Detectron2Detector(TwoStageDetector):
             x = outputs[name] = layer(x)
         x = outputs["head"] = x.flatten(1)
         names = {"fc6": "fc_relu1", "fc7": "fc_relu2"}
-        region = outputs[names.get(self.config.box_head.region_feature, self.config.box_head.region_feature)]
+        region_feature = self.config.box_head.region_feature
+        region = outputs[names.get(region_feature, region_feature)]
         return RoIFeatures(region, x).apply(lambda rows: rows[back])
 
+    @override
     def choose(
         self, predictions: tuple[Float[Tensor, "J K_plus_1"], Tensor], proposals: ImageBoxes, sizes: ImageSizes
     ) -> Detections:

@@ -52,6 +52,7 @@ class TwoStageDetector(Detector):
     (height, width) of the images without padding.
     """
 
+    @override
     def freeze_predictions(self) -> None:
         self.proposal_generator.requires_grad_(False)
         self.roi_heads.box_predictor.requires_grad_(False)

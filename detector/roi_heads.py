@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Float32, Int64, Shaped
 from torch import Tensor, nn
+from typing_extensions import override
 
 from detector.backbones.layers import ConvNorm
 from detector.backbones.resnet import Res5
@@ -347,6 +348,7 @@ class Res5ROIHeads(ROIHeads):
             return self.res5(features, lambda maps, step: self.pool([maps], rois, step))
         return self.res5(self.pool([features], rois))
 
+    @override
     def _describe(
         self, maps: LevelMaps, rois: Float[Tensor, "J 5"], masks: Float[Tensor, "masks rows columns"] | None
     ) -> RoIFeatures:
@@ -363,6 +365,7 @@ class StandardROIHeads(ROIHeads):
         self.box_head = BoxHead(config.box_head, channels, config.roi_heads.pooler_resolution)
         self.box_predictor = BoxPredictor(self.box_head.predictor_dim, config.roi_heads, config.attributes)
 
+    @override
     def _describe(
         self, maps: LevelMaps, rois: Float[Tensor, "J 5"], masks: Float[Tensor, "masks rows columns"] | None
     ) -> RoIFeatures:

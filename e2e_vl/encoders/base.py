@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_NAME
+from typing_extensions import override
 
 from detector.errors import UserError
 from e2e_vl.encoders.config import NoEncoderConfig
@@ -180,11 +181,13 @@ class NoEncoder(Encoder):
         super().__init__(config)
         self.post_init()
 
+    @override
     def lacks(self, ability: Ability) -> str | None:
         """A remedy for every ability, because it has none."""
         return "this one ignores texts and has no layers, so choose another encoder.name"
 
     @property
+    @override
     def hidden_size(self) -> int:
         """The width of a region feature, which is returned unchanged."""
         return self.config.feature_dim

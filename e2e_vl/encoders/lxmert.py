@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.bert.modeling_bert import BertIntermediate, BertOutput, BertPooler, BertSelfOutput
+from typing_extensions import override
 
 from e2e_vl.encoders.base import Encoder, PretrainedEncoderConfig
 from e2e_vl.encoders.config import LxmertEncoderConfig
@@ -374,18 +375,22 @@ class LxmertEncoder(Encoder):
         self.post_init()
 
     @property
+    @override
     def summary_size(self) -> int:
         return self.config.hidden_size * self.config.max_images
 
     @property
+    @override
     def max_text_length(self) -> int:
         return self.config.max_position_embeddings
 
     @property
+    @override
     def num_joint_layers(self) -> int:
         return self.config.x_layers
 
     @property
+    @override
     def attention_graphs(self) -> dict[str, AttentionGraph]:
         config = self.config
         before, each = config.l_layers + config.r_layers, 2 * config.max_images
@@ -402,6 +407,7 @@ class LxmertEncoder(Encoder):
         }
 
     @property
+    @override
     def abilities_by_config(self) -> dict[Ability, tuple[bool, str]]:
         config = self.config
         return {
@@ -493,6 +499,7 @@ class LxmertEncoder(Encoder):
         return IntermediateStates(mean * texts.attention_mask[..., None], passes.join(objects))
 
     @torch.no_grad()
+    @override
     def _init_weights(self, module: nn.Module) -> None:
         """As in `Encoder`, but padding rows of tables are initialised like the other rows (official code)."""
         if isinstance(module, nn.Embedding):

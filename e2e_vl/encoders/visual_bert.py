@@ -13,6 +13,7 @@ from jaxtyping import Float, Num
 from torch import Tensor, nn
 from transformers.models.bert.configuration_bert import BertConfig
 from transformers.models.bert.modeling_bert import BertPooler
+from typing_extensions import override
 
 from e2e_vl.encoders.base import Encoder, PretrainedEncoderConfig, read_summary
 from e2e_vl.encoders.config import VisualBertEncoderConfig
@@ -181,19 +182,23 @@ class VisualBertEncoder(Encoder):
             self.embeddings.visual_position_embeddings.requires_grad_(False)
 
     @property
+    @override
     def abilities_by_config(self) -> dict[Ability, tuple[bool, str]]:
         return {Ability.IMAGE_PAIRS: (len(set(self.config.region_types[:2])) == 2, "region_types to [0, 1]")}
 
     @property
+    @override
     def max_text_length(self) -> int:
         return self.config.max_position_embeddings
 
     @property
+    @override
     def num_joint_layers(self) -> int:
         """With late fusion, only the additional layer counts."""
         return 1 if self.config.bypass_transformer else self.config.num_hidden_layers
 
     @property
+    @override
     def attention_graphs(self) -> dict[str, AttentionGraph]:
         """One graph of words and regions; with late fusion also one of words alone."""
         count = self.config.num_hidden_layers

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.models.bert.configuration_bert import BertConfig
 from transformers.models.bert.modeling_bert import BertPooler
+from typing_extensions import override
 
 from e2e_vl.encoders.base import Encoder, PretrainedEncoderConfig, read_summary
 from e2e_vl.encoders.config import VLBertEncoderConfig
@@ -323,19 +324,23 @@ class VLBertModel(Encoder):
         self.post_init()
 
     @property
+    @override
     def max_text_length(self) -> int:
         """The positions that the regions of each image and [END] leave."""
         return self.config.max_position_embeddings - self.config.max_images - 1
 
     @property
+    @override
     def whole_image_is_region(self) -> bool:
         return self.uses_whole_image and self.config.whole_image_in_sequence
 
     @property
+    @override
     def attention_graphs(self) -> dict[str, AttentionGraph]:
         return {"joint": AttentionGraph(tuple(range(self.config.num_hidden_layers)))}
 
     @property
+    @override
     def abilities_by_config(self) -> dict[Ability, tuple[bool, str]]:
         config = self.config
         return {
@@ -392,6 +397,7 @@ class VLBertModel(Encoder):
         return run._replace(output=self.final_norm(run.output), intermediate=self.final_norm(run.intermediate))
 
     @torch.no_grad()
+    @override
     def _init_weights(self, module: nn.Module) -> None:
         """As in `Encoder`, with `projection_init` and `embedding_init_std` of the config."""
         std = self.config.embedding_init_std

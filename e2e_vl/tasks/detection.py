@@ -177,6 +177,7 @@ class DetectionTask(Task):
         super().__init__()
         self.config = config or DetectionConfig()
 
+    @override
     def preprocessor(self, text_tokenizer: TextTokenizer) -> DetectionPreprocessor:
         return DetectionPreprocessor(text_tokenizer)
 
@@ -185,6 +186,7 @@ class DetectionTask(Task):
             raise UserError("Detection is trained only with the detection losses; set detector.loss_weight to 1.")
         return TaskOutput(losses={}, logits=text_regions.features.new_zeros(len(batch), 0))
 
+    @override
     def predict(self, output: ModelOutput) -> list[DetectionPrediction]:
         batch = output.batch
         regions = output.regions
@@ -208,6 +210,7 @@ class DetectionTask(Task):
             )
         return predictions
 
+    @override
     def correctness(self, prediction: DetectionPrediction) -> float:
         """F1 score of one image; 1 if there are neither objects nor detections.
 
@@ -238,9 +241,11 @@ class DetectionTask(Task):
                 iou[:, best] = 0
         return shown, found
 
+    @override
     def metrics(self, predictions: list[DetectionPrediction]) -> dict[str, float | None]:
         return coco_metrics([msgspec.to_builtins(prediction) for prediction in predictions])
 
+    @override
     def draw(self, prediction: DetectionPrediction) -> np.ndarray:
         """Detections with a sufficient score in blue (wrong: red), missed objects in green."""
         shown, found = self._matches(prediction)
@@ -258,6 +263,7 @@ class DetectionTask(Task):
         boxes, labels, colours = [list(column) for column in zip(*drawn, strict=True)] or [[], [], []]
         return draw_boxes(load_predicted_image(prediction), boxes, labels=labels, colours=colours)
 
+    @override
     def describe(self, prediction: DetectionPrediction) -> PredictionSummary:
         shown, found = self._matches(prediction)
         total = sum(not entry.is_crowd for entry in prediction.objects)

@@ -125,9 +125,11 @@ class Flickr30KTask(Task):
         self.query, self.key = (nn.Linear(hidden_size, width) for _ in range(2))
         init_head([self.query, self.key], self.config.head_init)
 
+    @override
     def preprocessor(self, text_tokenizer: TextTokenizer) -> Flickr30KPreprocessor:
         return Flickr30KPreprocessor(text_tokenizer, self.config)
 
+    @override
     def question(self, question: Question) -> Sample:
         """A user's sentence with phrases in brackets; without brackets, the whole sentence is one phrase."""
         words, spans = "", []
@@ -169,6 +171,7 @@ class Flickr30KTask(Task):
             return torch.einsum("pl,ple->pe", inside / inside.sum(dim=1, keepdim=True), text[owner])
         return text[owner, first if self.config.phrase_state == "first" else end - 1]
 
+    @override
     def predict(self, output: ModelOutput) -> list[Flickr30KPrediction]:
         """The region with the highest attention for each phrase, and the rank of the best right region if known."""
         batch = output.batch
@@ -192,11 +195,13 @@ class Flickr30KTask(Task):
             predictions.append(self.prediction(record, boxes=best_boxes, scores=best_scores, ranks=ranks))
         return predictions
 
+    @override
     def correctness(self, prediction: Flickr30KPrediction) -> float | None:
         """Share of phrases with a right region; None if the truth is unknown."""
         ranks = prediction.ranks
         return None if ranks is None else sum(rank == 0 for rank in ranks) / len(ranks)
 
+    @override
     def answer_lines(self, prediction: Flickr30KPrediction) -> list[str]:
         rows = zip(prediction.phrases, prediction.boxes, prediction.scores, strict=True)
         return [
@@ -204,10 +209,12 @@ class Flickr30KTask(Task):
             for phrase, box, score in rows
         ]
 
+    @override
     def answer_boxes(self, prediction: Flickr30KPrediction) -> list[tuple[str, Box]]:
         rows = zip(prediction.phrases, prediction.boxes, prediction.scores, strict=True)
         return [(f"{phrase} {score:.2f}", box) for phrase, box, score in rows if box is not None]
 
+    @override
     def draw(self, prediction: Flickr30KPrediction) -> np.ndarray:
         """The region of each phrase in a different colour, and the true boxes of wrong phrases."""
         boxes, labels, colours = [], [], []
@@ -222,6 +229,7 @@ class Flickr30KTask(Task):
             colours += [PALETTE[number % len(PALETTE)]] * (len(boxes) - len(colours))
         return draw_boxes(load_predicted_image(prediction), boxes, labels, colours)
 
+    @override
     def describe(self, prediction: Flickr30KPrediction) -> PredictionSummary:
         ranks, types = prediction.ranks, {kind for own in prediction.phrase_types or () for kind in own}
         note, truth, mistakes = "", "", None

@@ -48,6 +48,7 @@ class GQAVocabulary(QuestionVocabulary):
     prediction_class = GQAPrediction
     learns_from = (CorrectAnswer, ScoredAnswers)
 
+    @override
     def labels_of(self, truth: Any, *, mirrored: bool = False) -> AnswerLabels | None:
         answer = truth.answer if isinstance(truth, CorrectAnswer) else None
         if isinstance(truth, ScoredAnswers):
@@ -76,6 +77,7 @@ class GQATask(AnswerTask):
     vocabulary_class = GQAVocabulary
 
     @property
+    @override
     def reads_attention(self) -> bool:
         return self.config.grounding
 
@@ -97,6 +99,7 @@ class GQATask(AnswerTask):
                 prediction.is_plausible = belongs(prediction.answer, choices["plausible"], prediction.types)
         return predictions
 
+    @override
     def _loss(self, logits: Float[Tensor, "M Y"], targets: AnswerTargets) -> Loss:
         if self.config.loss != "softmax_times_answers":
             return super()._loss(logits, targets)
@@ -119,9 +122,11 @@ class GQATask(AnswerTask):
             for row, kept in enumerate(has_area)
         ]
 
+    @override
     def correctness(self, prediction: GQAPrediction) -> float | None:
         return None if prediction.right_answer is None else float(prediction.is_hit)
 
+    @override
     def describe(self, prediction: GQAPrediction) -> PredictionSummary:
         return PredictionSummary(
             prediction.text,

@@ -158,12 +158,15 @@ class NLVR2Task(Task):
         self.head = Head(summary_size, outputs, self.config.dropout, self.config.head_init, transform=transform)
 
     @classmethod
+    @override
     def build(cls, sizes: Sizes, config: NLVR2Config) -> Self:
         return cls(sizes.summary_size, config)
 
+    @override
     def preprocessor(self, text_tokenizer: TextTokenizer) -> NLVR2Preprocessor:
         return NLVR2Preprocessor(text_tokenizer)
 
+    @override
     def question(self, question: Question) -> Sample:
         """A user's sentence about two images; without boxes the detector proposes them."""
         return question.sample(SampleText(0, question.text, {}, image_index=IMAGES))
@@ -185,6 +188,7 @@ class NLVR2Task(Task):
             losses["nlvr2"] = Loss(total=total, count=logits.new_tensor(float(len(label))))
         return TaskOutput(losses=losses, logits=logits)
 
+    @override
     def predict(self, output: ModelOutput) -> list[NLVR2Prediction]:
         logits = output.task.logits
         best, shares = logits.argmax(dim=1).tolist(), logits.softmax(dim=1).tolist()
@@ -193,16 +197,20 @@ class NLVR2Task(Task):
             for record, is_true, (false, true) in zip(output.batch.records, best, shares, strict=True)
         ]
 
+    @override
     def correctness(self, prediction: NLVR2Prediction) -> float | None:
         return None if prediction.label is None else float(prediction.prediction == prediction.label)
 
+    @override
     def ranked(self, prediction: NLVR2Prediction) -> Ranked:
         both = ("True", prediction.true), ("False", 1 - prediction.true)
         return tuple(sorted(both, key=lambda answer: -answer[1]))
 
+    @override
     def draw(self, prediction: NLVR2Prediction) -> np.ndarray:
         return draw_side_by_side([load_image(name, "RGB") for name in prediction.file_names])
 
+    @override
     def describe(self, prediction: NLVR2Prediction) -> PredictionSummary:
         return PredictionSummary(
             prediction.text,

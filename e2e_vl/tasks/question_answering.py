@@ -89,10 +89,12 @@ class AnswerPreprocessor(Preprocessor):
     answers: QuestionVocabulary
 
     @property
+    @override
     def prediction_class(self) -> type[Prediction]:
         return self.answers.prediction_class
 
     @property
+    @override
     def learns_from(self) -> tuple[type, ...]:
         return self.answers.learns_from
 
@@ -144,6 +146,7 @@ class AnswerTask(Task):
             self.init_from = None
 
     @classmethod
+    @override
     def build(cls, sizes: Sizes, config: AnswerConfig) -> Self:
         return cls(sizes.summary_size, config)
 
@@ -152,17 +155,21 @@ class AnswerTask(Task):
         return self.vocabulary_class(answers)
 
     @property
+    @override
     def needs(self) -> tuple[Ability, ...]:
         words = (Ability.WORD_EMBEDDINGS,) if self.config.init_from_words else ()
         return (Ability.SUMMARY_OF_QUESTION, *words)
 
+    @override
     def preprocessor(self, text_tokenizer: TextTokenizer) -> AnswerPreprocessor:
         return AnswerPreprocessor(text_tokenizer, self.answer_vocabulary)
 
+    @override
     def question(self, question: Question) -> Sample:
         return question.sample(SampleText(0, question.text, {}))
 
     @torch.no_grad()
+    @override
     def init_weights(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
         """Initialise the last Linear from word embeddings; rows of answers without wordpieces are unchanged."""
         if not self.config.init_from_words:
@@ -173,6 +180,7 @@ class AnswerTask(Task):
             if pieces:
                 self.head.output.weight[row] = table[pieces].mean(dim=0)
 
+    @override
     def check_data(self, info: DatasetInfo, detector: Detector) -> None:
         """Log how many questions have no answer in the vocabulary; raise a UserError if none has one.
 
@@ -249,5 +257,6 @@ class AnswerTask(Task):
             predictions.append(self.prediction(record, answer=answer, score=score, top_answers=top))
         return predictions
 
+    @override
     def ranked(self, prediction: VQAPrediction | GQAPrediction) -> Ranked:
         return prediction.top_answers

@@ -122,16 +122,20 @@ class ReferringTask(Task):
             self.null_head = Head(summary_size or hidden_size, None, config.dropout, config.head_init)
 
     @classmethod
+    @override
     def build(cls, sizes: Sizes, config: ReferringConfig) -> Self:
         return cls(sizes.hidden_size, config, sizes.summary_size)
 
     @property
+    @override
     def needs(self) -> tuple[Ability, ...]:
         return (Ability.SUMMARY_OF_SINGLE,) if self.config.null_candidate else ()
 
+    @override
     def preprocessor(self, text_tokenizer: TextTokenizer) -> ReferringPreprocessor:
         return ReferringPreprocessor(text_tokenizer)
 
+    @override
     def question(self, question: Question) -> Sample:
         return question.sample(SampleText(0, question.text, {}))
 
@@ -189,6 +193,7 @@ class ReferringTask(Task):
         each = torch.where(labelled, over_all - over_positive, torch.zeros_like(over_all))
         return Loss(total=each.sum(), count=labelled.sum().float())
 
+    @override
     def predict(self, output: ModelOutput) -> list[ReferringPrediction]:
         """Predict the candidate with the highest logit; no box if that is the null candidate.
 
@@ -225,6 +230,7 @@ class ReferringTask(Task):
             )
         return predictions
 
+    @override
     def correctness(self, prediction: ReferringPrediction) -> float | None:
         """1 if the predicted box is correct under the task's IoU convention, else 0; None if the truth is unknown."""
         if prediction.targets == ():
@@ -233,9 +239,11 @@ class ReferringTask(Task):
             return None
         return referring_metrics([prediction], self.config.iou_convention)["accuracy"]
 
+    @override
     def metrics(self, predictions: list[ReferringPrediction]) -> dict[str, float]:
         return referring_metrics(predictions, self.config.iou_convention, self.config.f1_overlap)
 
+    @override
     def certainty(self, prediction: ReferringPrediction) -> float:
         """The score of the answer; of a box with the softmax loss, that of all candidates at the same place.
 
@@ -248,6 +256,7 @@ class ReferringTask(Task):
         overlaps = pairwise_iou(np.array([prediction.box]), np.array(prediction.candidate_boxes))[0]
         return min(float(np.array(prediction.candidate_scores)[overlaps >= SAME_PLACE].sum()), 1.0)
 
+    @override
     def ranked(self, prediction: ReferringPrediction) -> Ranked:
         """The predicted box as text, with its score."""
         if prediction.box is None:
@@ -255,10 +264,12 @@ class ReferringTask(Task):
         x1, y1, x2, y2 = (round(value, 1) for value in prediction.box)
         return ((f"x {x1} to {x2}, y {y1} to {y2}", prediction.score),)
 
+    @override
     def answer_lines(self, prediction: ReferringPrediction) -> list[str]:
         """The predicted box, or that nothing fits, and its score as one line of text."""
         return super().answer_lines(prediction) or ["nothing: there are no candidate regions"]
 
+    @override
     def draw(self, prediction: ReferringPrediction) -> np.ndarray:
         """The true box in green, the predicted box in blue (wrong: red), phrases in other colours.
 
@@ -280,6 +291,7 @@ class ReferringTask(Task):
         boxes, labels, colours, dashed = zip(*marks, strict=True) if marks else ((), (), (), ())
         return draw_boxes(load_predicted_image(prediction), boxes, labels, colours, dashed=dashed)
 
+    @override
     def describe(self, prediction: ReferringPrediction) -> PredictionSummary:
         """The expression, the predicted and the true box, and whether any candidate was right."""
         note, mistakes = "", None

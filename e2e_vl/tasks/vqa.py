@@ -53,6 +53,7 @@ class VQAVocabulary(QuestionVocabulary):
         """Apply the punctuation step of the official evaluation (official VL-BERT code)."""
         return line if line == UNKNOWN else strip_punctuation(line)
 
+    @override
     def labels_of(self, truth: Any, *, mirrored: bool = False) -> AnswerLabels | None:
         """The best answer is the first with the highest score, or the most frequent one."""
 
@@ -89,9 +90,11 @@ class VQATask(AnswerTask):
     def make_vocabulary(self, answers: Sequence[str]) -> VQAVocabulary:
         return VQAVocabulary(answers, normalised=self.config.normalised_targets)
 
+    @override
     def correctness(self, prediction: VQAPrediction) -> float | None:
         return prediction.accuracy
 
+    @override
     def describe(self, prediction: VQAPrediction) -> PredictionSummary:
         said, scored = Counter(prediction.answers or ()), prediction.answer_scores or {}
         return PredictionSummary(
