@@ -60,7 +60,7 @@ class PretrainingPreprocessor(Preprocessor):
 
     prediction_class = PretrainingPrediction
     learns_from = (object,)
-    parts: Mapping[str, ObjectivePreprocessor] = dataclasses.field(default_factory=dict)
+    preprocessors: Mapping[str, ObjectivePreprocessor] = dataclasses.field(default_factory=dict)
     pair_truncation: Truncation = "ends"
     choices: Preprocessor | None = None  # of a task that encodes each choice of a question; None: other data sets
     drawn: Literal["random", "in_turn"] = "random"  # which choice is used, see `ChoiceTextsConfig`
@@ -73,44 +73,58 @@ class PretrainingPreprocessor(Preprocessor):
     def encode_text(
         self, text: SampleText, sample: Sample, images: Sequence[LoadedImage], make_generator: GeneratorFactory
     ) -> Iterable[EncodedText]:
-        own, other = make_generator(text.index).spawn(2)
-        draft = TextDraft("" if self.text_tokenizer.is_blank else text.words, sample, text=text)
-        region_of_token = other_words = None
+        text_generator, extra_generator = make_generator(text.index).spawn(2)
+        is_blank = self.text_tokenizer.is_blank
+        draft = TextDraft("" if is_blank else text.words, sample, text=text)
+        region_of_token = None
+        other_words = None
         if isinstance(text, ChoiceText):
-            encoding, region_of_token = self._encode_choice(draft, images, make_generator, own)
+            encoding, region_of_token = self._encode_choice(draft, images, make_generator, text_generator)
         else:
-            encoding = self._encode_words(draft, own)
-            other_words = None if draft.words == text.words else draft.words
+            encoding = self._encode_words(draft, text_generator)
+            if draft.words != text.words:
+                other_words = draft.words
         targets = self._targets(draft, encoding)
-        seed = int(own.integers(2**62))
-        texts = {"text": draft.words} | ({} if draft.second is None else {"second": draft.second})
-        if self.text_tokenizer.is_blank:
-            texts = dict.fromkeys(texts, "")
-        record = self.record(text, images, encoding) | texts | draft.record
+        seed = int(text_generator.integers(2**62))
+        record = self.record(text, images, encoding)
+        record["text"] = "" if is_blank else draft.words
+        if draft.second is not None:
+            record["second"] = "" if is_blank else draft.second
         yield EncodedText(
-            *(encoding, text.image_index, record, targets, seed),
+            encoding,
+            text.image_index,
+            record | draft.record,
+            targets,
+            seed,
             region_of_token=region_of_token,
             other_words=other_words,
         )
-        for part in self.parts.values():
-            for extra, extra_encoding in part.extra_texts(sample, other):
-                targets = self._targets(extra, extra_encoding)
-                yield EncodedText(extra_encoding, (), {}, targets, seed=0, other_words=extra.words)
+        for preprocessor in self.preprocessors.values():
+            for extra_draft, extra_encoding in preprocessor.extra_texts(sample, extra_generator):
+                targets = self._targets(extra_draft, extra_encoding)
+                yield EncodedText(extra_encoding, (), {}, targets, seed=0, other_words=extra_draft.words)
 
     def _encode_words(self, draft: TextDraft, generator: np.random.Generator) -> TextEncoding:
-        tokenizer = self.text_tokenizer
-        for part in self.parts.values():
-            part.edit_text(draft, draft.text.index, generator)
-        texts = [draft.words] if draft.second is None else [draft.words, draft.second]
-        words = [word_pieces("" if tokenizer.is_blank else one, tokenizer.tokenizer) for one in texts]
-        draft.pieces = list(itertools.chain(*words))
-        draft.ids = np.array([piece for word in draft.pieces for piece in word], dtype=np.int64)
-        for part in self.parts.values():
-            part.mask(draft, generator)
+        """Encode a caption, or a caption and a second text, after the objectives edited and masked them."""
+        text_tokenizer = self.text_tokenizer
+        for preprocessor in self.preprocessors.values():
+            preprocessor.edit_text(draft, draft.text.index, generator)
+        draft.pieces = self._word_pieces(draft.words)
+        first_length = sum(map(len, draft.pieces))
+        if draft.second is not None:
+            draft.pieces += self._word_pieces(draft.second)
+        draft.ids = np.array(list(itertools.chain.from_iterable(draft.pieces)), dtype=np.int64)
+        for preprocessor in self.preprocessors.values():
+            preprocessor.mask(draft, generator)
         if draft.second is None:
-            return tokenizer.single(draft.ids)
-        first = sum(map(len, words[0]))
-        return tokenizer.pair(draft.ids[:first], draft.ids[first:], self.pair_truncation)
+            return text_tokenizer.single(draft.ids)
+        return text_tokenizer.pair(draft.ids[:first_length], draft.ids[first_length:], self.pair_truncation)
+
+    def _word_pieces(self, words: str) -> list[list[int]]:
+        """Return the wordpieces of each word; none for the control that sees no text."""
+        if self.text_tokenizer.is_blank:
+            return []
+        return word_pieces(words, self.text_tokenizer.tokenizer)
 
     def _encode_choice(
         self,
@@ -127,22 +141,27 @@ class PretrainingPreprocessor(Preprocessor):
             raise UserError("The data set has questions with choices; set task.config.choices.task to their task.")
         text = draft.text
         examples = list(self.choices.encode_text(text, draft.sample, images, make_generator))
-        number = int(generator.integers(len(examples))) if self.drawn == "random" else text.index % len(examples)
-        draft.is_choice = text.truth.number == number if isinstance(text.truth, CorrectChoice) else None
+        if self.drawn == "random":
+            number = int(generator.integers(len(examples)))
+        else:
+            number = text.index % len(examples)
+        if isinstance(text.truth, CorrectChoice):
+            draft.is_choice = text.truth.number == number
         encoding = examples[number].encoding
-        is_given = encoding.source >= 0
-        # truncated wordpieces before the last kept one are 0; `encoding.place` drops them
+        is_of_text = encoding.source >= 0
+        # truncated wordpieces before the last of the others are 0; `encoding.place` drops them
         draft.ids = np.zeros(encoding.source.max(initial=-1) + 1, dtype=np.int64)
-        draft.ids[encoding.source[is_given]] = encoding.input_ids[is_given]
+        draft.ids[encoding.source[is_of_text]] = encoding.input_ids[is_of_text]
         draft.pieces = [[int(piece)] for piece in draft.ids]
         draft.words = self.text_tokenizer.tokenizer.decode(draft.ids)
-        for part in self.parts.values():
-            part.mask(draft, generator)
-        masked = np.where(is_given, encoding.place(draft.ids), encoding.input_ids)
-        return dataclasses.replace(encoding, input_ids=masked), examples[number].region_of_token
+        for preprocessor in self.preprocessors.values():
+            preprocessor.mask(draft, generator)
+        input_ids = np.where(is_of_text, encoding.place(draft.ids), encoding.input_ids)
+        return dataclasses.replace(encoding, input_ids=input_ids), examples[number].region_of_token
 
     def _targets(self, draft: TextDraft, encoding: TextEncoding) -> PretrainingTargets:
-        return PretrainingTargets({name: part.targets(draft, encoding) for name, part in self.parts.items()})
+        targets = {name: preprocessor.targets(draft, encoding) for name, preprocessor in self.preprocessors.items()}
+        return PretrainingTargets(targets)
 
 
 def build_objectives(settings: Mapping[str, Any], sizes: Sizes) -> dict[str, Objective]:
@@ -203,32 +222,46 @@ class PretrainingTask(Task):
         return cls(sizes, config, build_objectives(config.objectives, sizes))
 
     @property
+    @override
     def answer_vocabulary(self) -> AnswerVocabulary | None:
-        vocabularies = [objective.answer_vocabulary for objective in self.objectives.values()]
-        return next((vocabulary for vocabulary in vocabularies if vocabulary is not None), None)
+        for objective in self.objectives.values():
+            if objective.answer_vocabulary is not None:
+                return objective.answer_vocabulary
+        return None
 
     @property
+    @override
     def needs(self) -> tuple[Ability, ...]:
-        needs = [ability for objective in self.objectives.values() for ability in objective.needs]
+        needs: list[Ability] = []
+        for objective in self.objectives.values():
+            needs += objective.needs
         if self.region_masking.predicts_regions and not self.config.mask_pixels:
             needs.append(Ability.MASKED_FEATURES)
         return tuple(dict.fromkeys(needs))
 
+    @override
     def preprocessor(self, text_tokenizer: TextTokenizer) -> PretrainingPreprocessor:
-        parts = {name: objective.preprocessor(text_tokenizer) for name, objective in self.objectives.items()}
-        choices = drawn = None
+        preprocessors = {name: objective.preprocessor(text_tokenizer) for name, objective in self.objectives.items()}
+        choices = None
+        drawn = "random"
         if self.choice_preprocessor is not None:
-            choices, drawn = self.choice_preprocessor(text_tokenizer), self.config.choices.drawn
-        return PretrainingPreprocessor(text_tokenizer, parts, self.config.pair_truncation, choices, drawn)
+            choices = self.choice_preprocessor(text_tokenizer)
+            drawn = self.config.choices.drawn
+        return PretrainingPreprocessor(text_tokenizer, preprocessors, self.config.pair_truncation, choices, drawn)
 
+    @override
     def question(self, question: Question) -> Sample:
         masks_boxes = question.boxes_to_mask is not None and len(question.boxes_to_mask) > 0
         can_mask = self.region_masking.predicts_regions
         if (masks_boxes and not can_mask) or not (masks_boxes or MASK in question.text):
-            boxes = ", or mask boxes" if can_mask else "; it was pre-trained without masked regions, so mask no boxes"
+            if can_mask:
+                boxes = ", or mask boxes"
+            else:
+                boxes = "; it was pre-trained without masked regions, so mask no boxes"
             raise UserError(f"This run predicts masked words: write {MASK} in the text{boxes}.")
         return question.sample(SampleText(0, question.text, {}), masks_regions=True)
 
+    @override
     def init_weights(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
         """Store the vocabulary, and check that the objectives fit the detector."""
         if tokenizer is not None:
@@ -236,16 +269,18 @@ class PretrainingTask(Task):
         for objective in self.objectives.values():
             objective.check(None, detector, self.config)
 
+    @override
     def check_data(self, info: DatasetInfo, detector: Detector) -> None:
         for objective in self.objectives.values():
             objective.check(info, detector, self.config)
 
+    @override
     def forward(self, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         """Compute the weighted losses of all objectives.
 
         Returns the losses, and by objective `parts`, the logits, and `details`, the outputs. `logits` is empty [M, 0].
         """
-        details = {}
+        details: dict[str, ObjectiveOutput] = {}
         transformed = encoded
         if self.region_transform is not None:
             transformed = dataclasses.replace(encoded, regions=self.region_transform(encoded.regions))
@@ -253,74 +288,94 @@ class PretrainingTask(Task):
             states = transformed if objective.transforms_regions else encoded
             details[name] = objective(batch.targets.parts[name], batch, text_regions, states, self.word_head)
         return TaskOutput(
-            losses={name: found.loss for name, found in details.items()},
+            losses={name: objective_output.loss for name, objective_output in details.items()},
             logits=encoded.text.new_zeros(len(batch), 0),
             details=details,
-            parts={name: found.logits for name, found in details.items()},
+            parts={name: objective_output.logits for name, objective_output in details.items()},
         )
 
+    @override
     def predict(self, output: ModelOutput) -> list[PretrainingPrediction]:
         batch = output.batch
-        found = [{name: ObjectiveCounts(0, 0, []) for name in self.objectives} for _ in range(len(batch))]
+        counts_of: list[dict[str, ObjectiveCounts]] = []  # of each text, by objective
+        for _ in range(len(batch)):
+            counts_of.append({name: ObjectiveCounts(0, 0, []) for name in self.objectives})
         for name, objective in self.objectives.items():
             items: ObjectiveOutput = output.task.details[name]
-            names = objective.class_names(output, self.wordpieces, self.config)
+            class_names = objective.class_names(output, self.wordpieces, self.config)
             texts = items.text.tolist()
             for text, is_correct in zip(texts, items.is_correct.tolist(), strict=True):
-                found[text][name].count += 1
-                found[text][name].right += is_correct
-            if names is not None:
-                columns = items.position.tolist(), items.best.tolist(), items.truth.tolist()
-                for text, position, best, truth in zip(texts, *columns, strict=True):
-                    found[text][name].items.append(ItemPrediction(position, names[best], names[truth]))
-        rows = zip(batch.records, found, strict=True)
-        return [self.prediction(record, objectives=own) for record, own in rows if record]
+                counts_of[text][name].count += 1
+                counts_of[text][name].right += is_correct
+            if class_names is None:
+                continue
+            columns = (items.position.tolist(), items.best.tolist(), items.truth.tolist())
+            for text, position, best, truth in zip(texts, *columns, strict=True):
+                item = ItemPrediction(position, class_names[best], class_names[truth])
+                counts_of[text][name].items.append(item)
+        predictions = []
+        for record, counts in zip(batch.records, counts_of, strict=True):
+            if record:  # texts without an image have none
+                predictions.append(self.prediction(record, objectives=counts))
+        return predictions
 
     @override
     def predict_answers(self, output: ModelOutput, top_k: int | None = None) -> list[PretrainingPrediction]:
-        """The prediction for a batch of one text: words for each [MASK], classes of masked regions."""
+        """Return the prediction for a batch of one text: words for each [MASK], classes of masked regions."""
         answers: dict[str, Any] = {}
         for name, objective in self.objectives.items():
             names = objective.class_names(output, self.wordpieces, self.config)
             answers |= objective.answer(output, output.task.parts[name], names)
         return [self.prediction(output.batch.records[0], **answers)]
 
+    @override
     def answer_lines(self, prediction: PretrainingPrediction) -> list[str]:
-        return [line for objective in self.objectives.values() for line in objective.answer_lines(prediction)]
+        lines: list[str] = []
+        for objective in self.objectives.values():
+            lines += objective.answer_lines(prediction)
+        return lines
 
+    @override
     def correctness(self, prediction: PretrainingPrediction) -> float | None:
-        """Share of the text's masked items that were predicted correctly; None if none was masked."""
-        found = prediction.objectives.values()
-        total = sum(one.count for one in found)
-        return sum(one.right for one in found) / total if total else None
+        """Return the share of the text's masked items that were predicted correctly; None if none was masked."""
+        num_masked = sum(counts.count for counts in prediction.objectives.values())
+        if num_masked == 0:
+            return None
+        return sum(counts.right for counts in prediction.objectives.values()) / num_masked
 
+    @override
     def describe(self, prediction: PretrainingPrediction) -> PredictionSummary:
-        """The caption, how many of its masked items each objective predicted correctly, and all predictions."""
-        found, notes, mistakes = [], [], []
+        """Describe a caption: how many of its masked items each objective predicted correctly, and all predictions."""
+        scores = []
+        notes = []
+        mistakes = []
         for name, counts in prediction.objectives.items():
-            words, kind = name.replace("_", " "), name.rpartition("_")[2]
+            objective = name.replace("_", " ")
+            kind = name.rpartition("_")[2]
             if counts.count:
-                found.append(f"{counts.right} of {counts.count} {words}")
-            wrong = [one for one in counts.items if one.predicted != one.truth]
-            mistakes += [(f"{one.truth} ({kind})", f"{one.predicted} ({kind})") for one in wrong]
-            if counts.items:
-                items = (
-                    f"{one.position}: {one.predicted}"
-                    + ("" if one.predicted == one.truth else f" instead of {one.truth}")
-                    for one in counts.items
-                )
-                notes.append(f"{words}: {', '.join(items)}")
+                scores.append(f"{counts.right} of {counts.count} {objective}")
+            items = []
+            for item in counts.items:
+                if item.predicted == item.truth:
+                    items.append(f"{item.position}: {item.predicted}")
+                else:
+                    items.append(f"{item.position}: {item.predicted} instead of {item.truth}")
+                    mistakes.append((f"{item.truth} ({kind})", f"{item.predicted} ({kind})"))
+            if items:
+                notes.append(f"{objective}: {', '.join(items)}")
         return PredictionSummary(
-            prediction.text,
-            f"{', '.join(found)} found" if found else "nothing was masked",
+            question=prediction.text,
+            answer=f"{', '.join(scores)} found" if scores else "nothing was masked",
             note="; ".join(notes),
             mistakes=tuple(mistakes),
         )
 
+    @override
     def metrics(self, predictions: list[PretrainingPrediction]) -> dict[str, float]:
         scores = {}
         for name in self.objectives:
-            total = sum(one.objectives[name].count for one in predictions)
-            if total:
-                scores[name] = sum(one.objectives[name].right for one in predictions) / total
+            counts = [prediction.objectives[name] for prediction in predictions]
+            num_masked = sum(count.count for count in counts)
+            if num_masked:
+                scores[name] = sum(count.right for count in counts) / num_masked
         return scores

@@ -63,7 +63,10 @@ from e2e_vl.transforms import LoadedImage
 CHOICES = 4
 Number = Annotated[int, Meta(ge=0, lt=CHOICES)]  # index of a choice
 ANSWER_COLUMNS = tuple(f"answer_{i}" for i in range(CHOICES))
-RATIONALE_COLUMNS = tuple(f"rationale_conditioned_on_a{a}_{r}" for a in range(CHOICES) for r in range(CHOICES))
+RATIONALE_COLUMNS = tuple(
+    f"rationale_conditioned_on_a{answer}_{rationale}"
+    for answer, rationale in itertools.product(range(CHOICES), repeat=2)
+)
 COLUMNS = ("annot_id", *ANSWER_COLUMNS, *RATIONALE_COLUMNS)
 
 
@@ -81,10 +84,12 @@ class VCRPrediction(Prediction, kw_only=True):
     conditioned_on: Number | None = None  # the given answer, for rationales
 
     @property
+    @override
     def chosen_text(self) -> int:
         return self.choice
 
     @property
+    @override
     def box_names(self) -> list[str]:
         return [name for name, _ in self.named_boxes]
 
@@ -119,45 +124,62 @@ def join_predictions(
 
     Returns the scores, in the order of `answers_run`.
     """
-    answers, rationales = _by_question(answers_run, "answer"), _by_question(rationales_run, "rationale")
-    wanted = [(annot_id, answer) for annot_id, _ in answers for answer in range(CHOICES)]
-    missing = [key for key in wanted if key not in rationales]
-    if missing:
-        annot_id, answer = missing[0]
+    answers = _by_question(answers_run, "answer")
+    rationales = _by_question(rationales_run, "rationale")
+    annot_ids = [annot_id for annot_id, _ in answers]
+    rationale_keys = list(itertools.product(annot_ids, range(CHOICES)))
+    missing_keys = [key for key in rationale_keys if key not in rationales]
+    if missing_keys:
+        annot_id, answer = missing_keys[0]
         raise UserError(
             f"There is no rationale prediction for the question {annot_id} with answer {answer}, and for "
-            f"{len(missing) - 1} more; predict rationales of the same split with data.config.condition_on=each."
+            f"{len(missing_keys) - 1} more; predict rationales of the same split with data.config.condition_on=each."
         )
+    answer_scores = [prediction.probabilities for prediction in answers.values()]
+    rationale_scores = [rationales[key].probabilities for key in rationale_keys]
     return LeaderboardScores(
-        [annot_id for annot_id, _ in answers],
-        np.array([one.probabilities for one in answers.values()], dtype=np.float64).reshape(-1, CHOICES),
-        np.array([rationales[key].probabilities for key in wanted], dtype=np.float64).reshape(-1, CHOICES, CHOICES),
+        annot_ids,
+        np.array(answer_scores, dtype=np.float64).reshape(-1, CHOICES),
+        np.array(rationale_scores, dtype=np.float64).reshape(-1, CHOICES, CHOICES),
     )
 
 
 def joint_metrics(answers_run: Sequence[VCRPrediction], rationales_run: Sequence[VCRPrediction]) -> dict[str, float]:
-    """Accuracies "Q->A", "QA->R" and "Q->AR" of a Q->A run and a QA->R run on the same split, as fractions.
+    """Return the accuracies "Q->A", "QA->R" and "Q->AR" of a Q->A run and a QA->R run on the same split, as fractions.
 
     Rationales for a wrong answer are not counted. Empty if the split has no labels.
     """
     if any(prediction.label is None for prediction in answers_run):
         return {}
-    answers, rationales = _by_question(answers_run, "answer"), _by_question(rationales_run, "rationale")
-    pairs = [(one, rationales[one.annot_id, one.label]) for one in answers.values()]
-    answer, rationale = np.array([[one.choice == one.label for one in pair] for pair in pairs]).T
-    found = {"Q->A": answer, "QA->R": rationale, "Q->AR": answer & rationale}
-    return {name: float(right.mean()) for name, right in found.items()}
+    answers = _by_question(answers_run, "answer")
+    rationales = _by_question(rationales_run, "rationale")
+    right_answers = []
+    right_rationales = []
+    both_right = []
+    for answer in answers.values():
+        rationale = rationales[answer.annot_id, answer.label]
+        right_answers.append(answer.choice == answer.label)
+        right_rationales.append(rationale.choice == rationale.label)
+        both_right.append(right_answers[-1] and right_rationales[-1])
+    number = len(answers)
+    return {
+        "Q->A": sum(right_answers) / number,
+        "QA->R": sum(right_rationales) / number,
+        "Q->AR": sum(both_right) / number,
+    }
 
 
 def _by_question(predictions: Sequence[VCRPrediction], kind: str) -> dict[tuple[str, int | None], VCRPrediction]:
-    """(annot_id, conditioned_on) -> prediction."""
-    for one in predictions:
-        if one.kind != kind:
+    """Return the predictions by `annot_id` and `conditioned_on`."""
+    by_question = {}
+    for prediction in predictions:
+        if prediction.kind != kind:
             raise UserError(
-                f"The prediction for {one.annot_id} is for the {one.kind}, expected the {kind}: give the "
+                f"The prediction for {prediction.annot_id} is for the {prediction.kind}, expected the {kind}: give the "
                 "predictions of the Q->A run first, then the predictions of the QA->R run."
             )
-    return {(one.annot_id, one.conditioned_on): one for one in predictions}
+        by_question[prediction.annot_id, prediction.conditioned_on] = prediction
+    return by_question
 
 
 # Sentences with object names, as in the official code of VL-BERT and VisualBERT
@@ -175,7 +197,7 @@ class Piece(NamedTuple):
 
 
 def name_objects(objects: Sequence[str], names: Sequence[str] = NEUTRAL_NAMES, start: int = 0) -> list[str]:
-    """The name of each object in the text: people get the names in turn, from `start` on; other objects their class."""
+    """Name each object in the text: people get the names in turn, from `start` on; other objects get their class."""
     result = []
     person = start
     for name in objects:
@@ -195,7 +217,7 @@ def name_objects_by_mention(
     *,
     restarts: bool = False,
 ) -> dict[int, str]:
-    """`named` with the objects that the sentence mentions added: people get the next names, others their class.
+    """Return `named` and the objects that the sentence mentions: people get the next names, others their class.
 
     The next name is the one after those of the people in `named`. With `restarts` it is the first name again, so two
     people may share a name (R2C's code, which VisualBERT uses). `named`: names of objects that earlier sentences
@@ -209,14 +231,16 @@ def name_objects_by_mention(
         for number in token:
             if number in result:
                 continue
-            is_person = objects[number] == PERSON
-            result[number] = names[person % len(names)] if is_person else objects[number]
-            person += is_person
+            if objects[number] == PERSON:
+                result[number] = names[person % len(names)]
+                person += 1
+            else:
+                result[number] = objects[number]
     return result
 
 
 def sentence_words(sentence: Sentence, names: Sequence[str], join_word: str | None = "and") -> list[tuple[str, int]]:
-    """The words of the sentence, with names for objects, each with the index of its object (-1 = none)."""
+    """Return the words of the sentence, with names for objects, each with the index of its object (-1 = none)."""
     words: list[tuple[str, int]] = []
     for token in sentence:
         if isinstance(token, str):
@@ -242,14 +266,15 @@ def encode_sentence(
     `join_word`: word between several objects; None leaves it out (R2C).
     """
     pieces = []
-    for number, (word, named) in enumerate(sentence_words(sentence, names, join_word), start=first_word):
+    for number, (word, object_index) in enumerate(sentence_words(sentence, names, join_word), start=first_word):
+        row = rows[object_index] if object_index >= 0 else -1
         ids = tokenizer.convert_tokens_to_ids(tokenizer.tokenize(word))
-        pieces += [Piece(piece, rows[named] if named >= 0 else -1, number) for piece in ids]
+        pieces += [Piece(piece_id, row, number) for piece_id in ids]
     return pieces
 
 
 def rows_by_word_number(encoding: TextEncoding, *texts: Sequence[Piece]) -> Int64[np.ndarray, " L"]:
-    """The row of each named object at the position equal to its word number; -1 elsewhere.
+    """Return the row of each named object at the position equal to its word number; -1 elsewhere.
 
     This is a bug in the official VisualBERT code, which confuses words and wordpieces. Words are numbered from the
     start of each text, so positions are too small after a word with several wordpieces, and too large if the front of
@@ -284,7 +309,8 @@ def truncate_answers(question: list[Piece], answers: list[list[Piece]], limit: i
     """
     for answer in answers:
         while len(question) + len(answer) > limit:
-            (answer if len(answer) > len(question) else question).pop()
+            longer = answer if len(answer) > len(question) else question
+            longer.pop()
 
 
 def truncate_rationales(question: list[Piece], answer: list[Piece], rationales: list[list[Piece]], limit: int) -> None:
@@ -325,7 +351,7 @@ def choice_phrases(
     words: Sequence[Sequence[str]],
     boxes: Float[np.ndarray, "R 4"] | None,
 ) -> TextPhrases:
-    """The phrases of a front and its choice: the names of objects, with the objects' boxes.
+    """Find the phrases of a front and its choice: the names of objects, with the objects' boxes.
 
     Args:
         words: the words of front and choice, indexed by `Piece.word`; they are joined by spaces.
@@ -339,16 +365,18 @@ def choice_phrases(
     first_character = 0
     first_piece = 0
     for text_words, pieces in zip(words, texts, strict=True):
-        starts = [first_character, *(first_character + np.cumsum([len(word) + 1 for word in text_words]))]
+        widths = [len(word) + 1 for word in text_words]  # with the space after it
+        word_starts = list(itertools.accumulate(widths, initial=first_character))
         for number, piece in enumerate(pieces, start=first_piece):
-            characters[number] = starts[piece.word], starts[piece.word] + len(text_words[piece.word])
+            word_start = word_starts[piece.word]
+            characters[number] = word_start, word_start + len(text_words[piece.word])
         start = first_piece
         for (_, row), run in itertools.groupby(pieces, lambda piece: (piece.word, piece.row)):
             end = start + len(list(run))
             if row >= 0:
                 runs.append((row, start, end))
             start = end
-        first_character = int(starts[-1])
+        first_character = word_starts[-1]
         first_piece += len(pieces)
     named_runs = [] if boxes is None else runs
     position_of = {int(number): position for position, number in enumerate(encoding.source) if number >= 0}
@@ -479,12 +507,13 @@ class VCRPreprocessor(Preprocessor):
             names[number] = name
             rows[number] = row
         if self.config.name_order == "mention":
-            tokens = [token for sentence in text.query for token in sentence]
-            by_mention = name_objects_by_mention(tokens, objects.names, people, {})
+            query_tokens = list(itertools.chain.from_iterable(text.query))
+            by_mention = name_objects_by_mention(query_tokens, objects.names, people, {})
             names = [by_mention.get(number, name) for number, name in enumerate(objects.names)]
         return names, rows
 
     def _names_in_choices(self, text: ChoiceText, objects: AnnotatedObjects, names: list[str]) -> list[list[str]]:
+        """Return the names of all objects in each choice; `names` are those in the front."""
         if self.config.name_order == "box":
             return [names] * len(text.choices)
         in_query: dict[int, str] = {}
@@ -502,8 +531,9 @@ class VCRPreprocessor(Preprocessor):
     def _pieces(
         self, text: ChoiceText, names: list[str], in_choices: list[list[str]], rows: list[int]
     ) -> tuple[list[list[Piece]], list[list[Piece]]]:
-        """The wordpieces of the four fronts and of the four choices, truncated."""
-        config, limit = self.config, self.config.max_pieces
+        """Return the wordpieces of the four fronts and of the four choices, truncated."""
+        config = self.config
+        limit = config.max_pieces
 
         def encode(sentence: Sentence, names: list[str], first_word: int = 0) -> list[Piece]:
             if self.text_tokenizer.is_blank:
@@ -511,22 +541,29 @@ class VCRPreprocessor(Preprocessor):
             tokenizer = self.text_tokenizer.tokenizer
             return encode_sentence(sentence, names, rows, tokenizer, config.join_word, first_word)
 
-        front, num_words = [], 0
+        query: list[list[Piece]] = []  # the question, and the answer for rationales
+        num_words = 0
         for sentence in text.query:
-            front.append([] if config.blank_question else encode(sentence, names, num_words))
+            query.append([] if config.blank_question else encode(sentence, names, num_words))
             num_words += len(sentence_words(sentence, names, config.join_word))
-        choices = [encode(*named) for named in zip(text.choices, in_choices, strict=True)]
+        choices = [encode(choice, choice_names) for choice, choice_names in zip(text.choices, in_choices, strict=True)]
         if config.truncation == "longer" and not _is_unlabelled_rationale(text):
-            cut = truncate_answers if len(front) == 1 else truncate_rationales
-            cut(*front, choices, limit)
-        query = [piece for sentence in front for piece in sentence]
+            if len(query) == 1:
+                truncate_answers(*query, choices, limit)
+            else:
+                truncate_rationales(*query, choices, limit)
+        front = list(itertools.chain.from_iterable(query))
         if config.truncate_choices_only:
-            truncate_choices(query, choices, limit)
+            truncate_choices(front, choices, limit)
         if config.truncation == "longer" or config.truncate_choices_only:
-            return [query] * len(choices), choices
-        lost = [truncate_fronts(len(query), len(choice), limit) for choice in choices]
-        cut_queries = [query[number:] for number, _ in lost]
-        return cut_queries, [choice[number:] for choice, (_, number) in zip(choices, lost, strict=True)]
+            return [front] * len(choices), choices
+        fronts = []
+        shortened_choices = []
+        for choice in choices:
+            lost_of_front, lost_of_choice = truncate_fronts(len(front), len(choice), limit)
+            fronts.append(front[lost_of_front:])
+            shortened_choices.append(choice[lost_of_choice:])
+        return fronts, shortened_choices
 
 
 def _is_unlabelled_rationale(text: ChoiceText) -> bool:
@@ -560,64 +597,85 @@ class VCRTask(Task):
 
     def __init__(self, hidden_size: int, config: VCRConfig | None = None, summary_size: int | None = None):
         super().__init__()
-        self.config = config = config or VCRConfig()
+        config = config or VCRConfig()
+        self.config = config
         self.head = Head(summary_size or hidden_size, None, config.dropout, config.head_init)
         self.region_classifier = None
         self.instance_masks = InstanceMasks.from_settings(config.mask_size, config.mask_at)
         if config.region_loss_weight > 0:
-            transform, sizes = Transform(hidden_size), (hidden_size, config.num_classes)
-            self.region_classifier = Head(*sizes, config.region_dropout, config.initializer_range, transform=transform)
+            self.region_classifier = Head(
+                hidden_size,
+                config.num_classes,
+                config.region_dropout,
+                config.initializer_range,
+                transform=Transform(hidden_size),
+            )
 
     @classmethod
+    @override
     def build(cls, sizes: Sizes, config: VCRConfig) -> Self:
         return cls(sizes.hidden_size, config, sizes.summary_size)
 
     @property
+    @override
     def needs(self) -> tuple[Ability, ...]:
-        words = (Ability.NAMED_REGIONS,) if self.config.ground_words else ()
-        return (Ability.SUMMARY_OF_PAIR, *words)
+        if self.config.ground_words:
+            return (Ability.SUMMARY_OF_PAIR, Ability.NAMED_REGIONS)
+        return (Ability.SUMMARY_OF_PAIR,)
 
     @classmethod
+    @override
     def extra_words(cls, config: VCRConfig) -> Iterable[str]:
         return (*config.people_names, config.join_word or "")
 
+    @override
     def preprocessor(self, text_tokenizer: TextTokenizer) -> VCRPreprocessor:
         return VCRPreprocessor(text_tokenizer, self.config)
 
+    @override
     def question(self, question: Question) -> Sample:
-        """A user's question with four choices; texts refer to the given boxes as [0] or [1,2].
+        """Return the sample of a question with four choices; texts refer to the user's boxes as [0] or [1,2].
 
         Boxes without a class name are people; without outlines, the mask is the whole box.
         """
-        given, has_answer = question.boxes, question.answer is not None
-        if given is None or len(question.choices) != CHOICES or has_answer != question.accepts_answer:
+        user_boxes = question.boxes
+        has_answer = question.answer is not None
+        if user_boxes is None or len(question.choices) != CHOICES or has_answer != question.accepts_answer:
             other = "the answer, for which it chooses a rationale" if question.accepts_answer else "no answer"
             raise UserError(f"This run takes boxes, such as person:10,20,80,200, four choices, and {other}.")
-        names = given.names or (PERSON,) * len(given)
+        names = user_boxes.names or (PERSON,) * len(user_boxes)
         classes = question.class_names or names
-        unknown = [name for name in names if name not in classes]
-        if unknown:
+        unknown_names = [name for name in names if name not in classes]
+        if unknown_names:
             raise UserError(
-                f"{given.origin}: the class '{unknown[0]}' is not one of the run's {len(classes)} classes "
+                f"{user_boxes.origin}: the class '{unknown_names[0]}' is not one of the run's {len(classes)} classes "
                 f"({', '.join(classes[:4])}, ...)."
             )
-        corners = [np.array([[x1, y1], [x2 + 1, y1], [x2 + 1, y2 + 1], [x1, y2 + 1]]) for x1, y1, x2, y2 in given.boxes]
+        outlines = user_boxes.outlines
+        if not outlines:
+            outlines = []
+            for x1, y1, x2, y2 in user_boxes.boxes:
+                rectangle = np.array([[x1, y1], [x2 + 1, y1], [x2 + 1, y2 + 1], [x1, y2 + 1]])
+                outlines.append([rectangle])
         objects = dataclasses.replace(
-            given,
+            user_boxes,
             classes=np.array([classes.index(name) for name in names], dtype=np.int64),
             names=names,
-            outlines=given.outlines or [[rectangle] for rectangle in corners],
+            outlines=outlines,
         )
-        texts = [question.text] if question.answer is None else [question.text, question.answer]
+        query = [question.text]
+        if question.answer is not None:
+            query.append(question.answer)
         text = ChoiceText(
             0,
             question.text,
             {"annot_id": "asked", "kind": "rationale" if question.answer else "answer"},
-            query=tuple(parse_sentence(one, len(given)) for one in texts),
-            choices=tuple(parse_sentence(one, len(given)) for one in question.choices),
+            query=tuple(parse_sentence(sentence, len(objects)) for sentence in query),
+            choices=tuple(parse_sentence(choice, len(objects)) for choice in question.choices),
         )
         return question.sample(text, objects=objects, takes_choices=True)
 
+    @override
     def check_data(self, info: DatasetInfo, detector: Detector) -> None:
         names = info.class_names
         if self.region_classifier is not None and names is not None and len(names) >= self.config.num_classes:
@@ -626,6 +684,7 @@ class VCRTask(Task):
                 f"plus the whole image; set it to {len(names) + 1}."
             )
 
+    @override
     def forward(self, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         """Score the four choices of U questions; texts that only have phrases are ignored.
 
@@ -641,25 +700,27 @@ class VCRTask(Task):
                 total = F.binary_cross_entropy_with_logits(logits, is_correct.to(logits.dtype), reduction="sum")
                 count = logits.numel()
             else:
-                total, count = F.cross_entropy(logits, is_correct.argmax(dim=1), reduction="sum"), len(logits)
+                total = F.cross_entropy(logits, is_correct.argmax(dim=1), reduction="sum")
+                count = len(logits)
             losses["choice"] = Loss(total=total, count=logits.new_tensor(float(count)))
             if self.region_classifier is not None:
                 losses["region_class"] = self._region_loss(batch, text_regions, encoded.regions)
         return TaskOutput(losses=losses, logits=logits)
 
     def _region_loss(self, batch: Batch, text_regions: TextRegions, states: Float[Tensor, "M R E"]) -> Loss:
-        """Classification of every region of every choice, with the whole image as class 0."""
-        kept = text_regions.attention_mask
+        """Classify every region of every choice, with the whole image as class 0."""
+        is_classified = text_regions.attention_mask
         if batch.targets.has_target is not None:
-            kept = kept & batch.targets.has_target[:, None]
-        index = kept.nonzero(as_tuple=True)
+            is_classified = is_classified & batch.targets.has_target[:, None]
+        index = is_classified.nonzero(as_tuple=True)
         classes = text_regions.gather(batch.region_labels.classes, fill=-1)[index] + 1
         scores = at_least_float32(self.region_classifier(states[index]))
         total = F.cross_entropy(scores, classes, reduction="sum") * self.config.region_loss_weight
         return Loss(total=total, count=total.new_full((), len(scores)))
 
+    @override
     def predict(self, output: ModelOutput) -> list[VCRPrediction]:
-        """One prediction per question, with the phrases of the chosen text.
+        """Return one prediction per question, with the phrases of the chosen text.
 
         Probabilities are a softmax over the choices for both losses (official code).
         """
@@ -673,41 +734,55 @@ class VCRTask(Task):
             predictions.append(self.prediction(record, probabilities=shares, choice=choice))
         return predictions
 
+    @override
     def correctness(self, prediction: VCRPrediction) -> float | None:
         return None if prediction.label is None else float(prediction.choice == prediction.label)
 
+    @override
     def score_of(self, prediction: VCRPrediction) -> float:
         return prediction.probabilities[prediction.choice]
 
+    @override
     def metrics(self, predictions: list[VCRPrediction]) -> dict[str, float]:
-        """`accuracy` over the questions with a label, and `accuracy/<family>` if they have a family.
+        """Return `accuracy` over the questions with a label, and `accuracy/<family>` if they have a family.
 
         They are Q->A or QA->R accuracies, depending on `data.config.question`.
         """
         scores: dict[str, list[float]] = defaultdict(list)
-        for one in predictions:
-            if one.label is not None:
-                scores["accuracy"].append(self.correctness(one))
-                if one.family is not None:
-                    scores[f"accuracy/{one.family}"].append(self.correctness(one))
+        for prediction in predictions:
+            if prediction.label is not None:
+                score = self.correctness(prediction)
+                scores["accuracy"].append(score)
+                if prediction.family is not None:
+                    scores[f"accuracy/{prediction.family}"].append(score)
         return {name: sum(values) / len(values) for name, values in sorted(scores.items())}
 
+    @override
     def draw(self, prediction: VCRPrediction) -> np.ndarray:
-        names, boxes = zip(*prediction.named_boxes, strict=True) if prediction.named_boxes else ((), ())
-        return draw_boxes(load_predicted_image(prediction), boxes, names)
+        boxes = [box for _, box in prediction.named_boxes]
+        return draw_boxes(load_predicted_image(prediction), boxes, prediction.box_names)
 
+    @override
     def describe(self, prediction: VCRPrediction) -> PredictionSummary:
-        label, choice = prediction.label, prediction.choice
-        choices, shares = prediction.choices, prediction.probabilities
+        choices = prediction.choices
+        probabilities = prediction.probabilities
+        label = prediction.label
+        truth = ""
+        note = ""
+        if label is not None:
+            truth = choices[label]
+            if label != prediction.choice:
+                note = f"the right choice has {probabilities[label]:.2f}"
         return PredictionSummary(
-            prediction.text,
-            choices[choice],
-            shares[choice],
-            "" if label is None else choices[label],
-            "" if label in (None, choice) else f"the right choice has {shares[label]:.2f}",
-            prediction.family or "",
+            question=prediction.text,
+            answer=choices[prediction.choice],
+            score=probabilities[prediction.choice],
+            truth=truth,
+            note=note,
+            group=prediction.family or "",
         )
 
+    @override
     def ranked(self, prediction: VCRPrediction) -> Ranked:
         pairs = zip(prediction.choices, prediction.probabilities, strict=True)
         return tuple(sorted(pairs, key=lambda pair: -pair[1]))
