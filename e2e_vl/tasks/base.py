@@ -58,8 +58,10 @@ def init_head(linears: Iterable[nn.Linear], init: InitScheme | float) -> None:
     for linear in linears:
         if init == "official":
             nn.init.xavier_uniform_(linear.weight)
+        elif init == "normal":
+            nn.init.normal_(linear.weight, std=NEW_LAYERS_STD)
         else:
-            nn.init.normal_(linear.weight, std=NEW_LAYERS_STD if init == "normal" else init)
+            nn.init.normal_(linear.weight, std=init)
         nn.init.zeros_(linear.bias)
 
 
@@ -70,7 +72,8 @@ class Transform(nn.ModuleDict):
     """
 
     def __init__(self, hidden_size: int, *, norm: bool = False, width: int | None = None):
-        width = hidden_size if width is None else width
+        if width is None:
+            width = hidden_size
         super().__init__({"dense": nn.Linear(hidden_size, width)})
         if norm:
             self["norm"] = nn.LayerNorm(width, eps=1e-12)
@@ -97,7 +100,9 @@ class Head(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.output = nn.Linear(hidden_size, outputs or 1)
         self.is_score = outputs is None
-        init_head([self.output] if transform is None else [transform["dense"], self.output], init)
+        if transform is not None:
+            init_head([transform["dense"]], init)
+        init_head([self.output], init)
 
     def forward(self, states: Float[Tensor, "*shape E"]) -> Float[Tensor, "*scores"]:
         if self.transform is not None:
@@ -109,7 +114,7 @@ class Head(nn.Module):
 def candidate_regions(
     text_regions: TextRegions, *, whole_image_can_win: bool, may_be_empty: bool = False
 ) -> Bool[Tensor, "M R"]:
-    """Regions that may be the answer.
+    """Return the regions that may be the answer.
 
     Args:
         whole_image_can_win: the box of the whole image is a candidate like any other. False: only for texts without
@@ -156,20 +161,32 @@ class HeadInit:
     region_classes: tuple[str, ...] = ()
 
     @property
-    def takes(self) -> tuple[str, ...]:
-        return (*self.copies, *(self.difference or ())[:1], *(self.answer_rows or ())[:1])
+    def source_prefixes(self) -> tuple[str, ...]:
+        """Prefixes of the other head's parameters that this rule reads."""
+        prefixes = list(self.copies)
+        if self.difference is not None:
+            prefixes.append(self.difference[0])
+        if self.answer_rows is not None:
+            prefixes.append(self.answer_rows[0])
+        return tuple(prefixes)
 
     @property
-    def parts(self) -> tuple[str, ...]:
-        return (
-            *(*self.copies.values(), *(self.difference or ())[1:], *(self.answer_rows or ())[1:], *self.random),
-            *(self.otherwise.parts if self.otherwise is not None else ()),
-        )
+    def target_prefixes(self) -> tuple[str, ...]:
+        """Prefixes of this head's parameters that this rule or `otherwise` is about."""
+        prefixes = list(self.copies.values())
+        if self.difference is not None:
+            prefixes.append(self.difference[1])
+        if self.answer_rows is not None:
+            prefixes.append(self.answer_rows[1])
+        prefixes += self.random
+        if self.otherwise is not None:
+            prefixes += self.otherwise.target_prefixes
+        return tuple(prefixes)
 
     def for_weights(self, names: Iterable[str]) -> HeadInit:
-        """This rule, or `otherwise` for a head with other parameters."""
+        """Return this rule, or `otherwise` for a head with other parameters."""
         names = tuple(names)
-        if self.otherwise is None or any(name.startswith(self.takes) for name in names):
+        if self.otherwise is None or any(name.startswith(self.source_prefixes) for name in names):
             return self
         return self.otherwise.for_weights(names)
 
@@ -180,21 +197,27 @@ def load_predicted_image(prediction: Prediction) -> np.ndarray:
 
 
 def phrase_boxes(prediction: Prediction, first: int = 0) -> tuple[list[Box], list[str], list[bool]]:
-    """Boxes and labels of the grounded phrases, for pictures, and whether each is unsure.
+    """Return boxes and labels of the grounded phrases, for pictures, and whether each is unsure.
 
     Unsure phrases, which match several regions about equally well, are omitted. If the answer is wrong, all but the
     first are shown, because they may explain it (the landmark of a relation). Labels of wrong phrases end with "?".
     `first` is the first phrase to show.
     """
-    boxes, labels, unsure = [], [], []
-    for number, one in enumerate(prediction.grounded):
+    boxes = []
+    labels = []
+    unsure = []
+    for number, phrase in enumerate(prediction.grounded):
         may_explain = number > 0 and prediction.correct == 0
-        if number < first or one.box is None or not (one.is_clear or may_explain):
+        if number < first or phrase.box is None or not (phrase.is_clear or may_explain):
             continue
-        boxes.append(one.box)
-        mark = "?" if one.correct is False else ""
-        labels.append(f"{one.text}{mark}" + ("" if one.is_clear else f" {one.score:.2f}, unsure"))
-        unsure.append(not one.is_clear)
+        label = phrase.text
+        if phrase.correct is False:
+            label += "?"
+        if not phrase.is_clear:
+            label += f" {phrase.score:.2f}, unsure"
+        boxes.append(phrase.box)
+        labels.append(label)
+        unsure.append(not phrase.is_clear)
     return boxes, labels, unsure
 
 
@@ -244,25 +267,25 @@ class Task(nn.Module, abc.ABC):
 
     @classmethod
     def extra_words(cls, config: Any) -> Iterable[str]:
-        """Words that the preprocessor adds to texts, for a vocabulary built from the data."""
+        """Return the words that the preprocessor adds to texts, for a vocabulary built from the data."""
         return ()
 
     @abc.abstractmethod
     def preprocessor(self, text_tokenizer: TextTokenizer) -> Preprocessor:
-        """The text preprocessor, which runs in data workers."""
+        """Make the text preprocessor, which runs in data workers."""
 
     def question(self, question: Question) -> Sample:
-        """The sample for a user's question; raises a UserError for unsupported inputs, by default for all."""
+        """Make the sample of a user's question; raise a UserError for unsupported inputs, by default for all."""
         raise UserError("This run does not answer questions; get its detections with `regions`.")
 
     def init_weights(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
-        """Initialise from the other parts; does nothing by default.
+        """Initialise from the other parts; do nothing by default.
 
         Called once when a model is built, after the initial weights of detector and encoder are loaded.
         """
 
     def check_data(self, info: DatasetInfo, detector: Detector) -> None:
-        """Check before training that the data have the task's labels; does nothing by default."""
+        """Check before training that the data have the task's labels; do nothing by default."""
 
     @abc.abstractmethod
     def forward(self, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
@@ -270,12 +293,13 @@ class Task(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def predict(self, output: ModelOutput) -> list[Prediction]:
-        """One prediction per text, with boxes in pixels of the original image."""
+        """Return one prediction per text, with boxes in pixels of the original image."""
 
     def prediction(self, record: Mapping[str, Any], **answer: Any) -> Prediction:
         """Create the prediction for a text of the batch; `PhrasesOnly` for a text without a target."""
         if record.get(ONLY_PHRASES):
-            return PhrasesOnly.from_record({name: value for name, value in record.items() if name != ONLY_PHRASES})
+            fields = {name: value for name, value in record.items() if name != ONLY_PHRASES}
+            return PhrasesOnly.from_record(fields)
         return self.prediction_class.from_record(record, **answer)
 
     def predict_answers(self, output: ModelOutput, top_k: int | None = None) -> list[Prediction]:
@@ -287,34 +311,36 @@ class Task(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def correctness(self, prediction: Prediction) -> float | None:
-        """Score of one prediction, 0 to 1, for reports; None: the truth is unknown."""
+        """Return how right a prediction is, 0 to 1, for reports; None: the truth is unknown."""
 
     @abc.abstractmethod
     def metrics(self, predictions: list[Prediction]) -> dict[str, float]:
-        """The metrics of the predictions for a whole split."""
+        """Compute the metrics of the predictions for a whole split."""
 
     def ranked(self, prediction: Prediction) -> Ranked:
-        """The best answers with their scores, best first; empty if answers are not texts."""
+        """Return the best answers with their scores, best first; empty if answers are not texts."""
         return ()
 
     def score_of(self, prediction: Prediction) -> float | None:
-        """The score of the answer; None: it has several scores, or none."""
+        """Return the score of the answer; None: it has several scores, or none."""
+        if hasattr(prediction, "score"):
+            return prediction.score
         ranked = self.ranked(prediction)
-        return getattr(prediction, "score", ranked[0][1] if ranked else None)
+        return ranked[0][1] if ranked else None
 
     def certainty(self, prediction: Prediction) -> float | None:
-        """How certain the answer is, 0 to 1, by default its score; None: the answer is never called unsure.
+        """Return how certain the answer is, 0 to 1, by default its score; None: it is never called unsure.
 
         Validation determines from which certainty on an answer is sure, see `e2e_vl/metrics/sureness.py`.
         """
         return self.score_of(prediction)
 
     def answer_lines(self, prediction: Prediction) -> list[str]:
-        """One prediction as lines of text, the answer first; by default the ranked answers."""
+        """Return a prediction as lines of text, the answer first; by default the ranked answers."""
         return [f"{score:.3f}  {answer}" for answer, score in self.ranked(prediction)]
 
     def answer_boxes(self, prediction: Prediction) -> list[tuple[str, Box]]:
-        """The predicted boxes with labels; by default the one box of a task that `predicts_box`."""
+        """Return the predicted boxes with labels; by default the one box of a task that `predicts_box`."""
         if not self.predicts_box or prediction.box is None:
             return []
         unsure = ", unsure" if prediction.is_unsure else ""
@@ -331,6 +357,6 @@ class Task(nn.Module, abc.ABC):
         return draw_boxes(load_predicted_image(prediction), boxes, labels, dashed=unsure)
 
     def describe(self, prediction: Prediction) -> PredictionSummary:
-        """The question, the answer and the truth as text."""
+        """Return the question, the answer and the truth as text."""
         answer = next(iter(self.answer_lines(prediction)), "")
         return PredictionSummary(prediction.text, answer, group=prediction.family or "")

@@ -62,51 +62,62 @@ def coco_metrics(records: Sequence[dict[str, Any]]) -> dict[str, float | None]:
         highest scores count in each image. As in COCO, detections of crowds and of categories without any object are
         ignored.
     """
-    categories = {
-        entry["category_id"]: str(entry.get("category", entry["category_id"]))
-        for record in records
-        for entry in record["objects"]
-    }
-    images = [{"id": record["image_id"]} for record in records]
-    objects = [
-        {
-            "image_id": record["image_id"],
-            "category_id": entry["category_id"],
-            "bbox": (box := _xywh(entry["box"])),
-            "area": box[2] * box[3] if entry.get("area") is None else entry["area"],
-            "iscrowd": int(entry.get("is_crowd", False)),
-        }
-        for record in records
-        for entry in record["objects"]
-    ]
+    categories: dict[int, str] = {}
+    images = []
+    objects = []
+    detections = []
+    for record in records:
+        image_id = record["image_id"]
+        images.append({"id": image_id})
+        for true_object in record["objects"]:
+            category_id = true_object["category_id"]
+            categories[category_id] = str(true_object.get("category", category_id))
+            annotation = _annotation(image_id, category_id, true_object["box"])
+            annotation["iscrowd"] = int(true_object.get("is_crowd", False))
+            if true_object.get("area") is not None:
+                annotation["area"] = true_object["area"]
+            objects.append(annotation)
+        rows = zip(record["boxes"], record["scores"], record["category_ids"], strict=True)
+        for box, score, category_id in rows:
+            detections.append(_annotation(image_id, category_id, box) | {"score": score})
     truth = _dataset(images, categories, objects)
-    # the area of an unmatched detection decides whether it counts in APs, APm or APl
-    found = [
-        {
-            "image_id": record["image_id"],
-            "category_id": category_id,
-            "bbox": (corner_and_sides := _xywh(box)),
-            "area": corner_and_sides[2] * corner_and_sides[3],
-            "iscrowd": 0,
-            "score": score,
-        }
-        for record in records
-        for box, score, category_id in zip(record["boxes"], record["scores"], record["category_ids"], strict=True)
-    ]
-    evaluation = COCOeval(truth, _dataset(images, categories, found), iouType="bbox")
+    evaluation = COCOeval(truth, _dataset(images, categories, detections), iouType="bbox")
     with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
         evaluation.evaluate()
         evaluation.accumulate()
         evaluation.summarize()
-    metrics = {name: None if evaluation.stats[i] < 0 else float(evaluation.stats[i]) for name, i in SUMMARY.items()}
+    metrics: dict[str, float | None] = {}
+    for name, index in SUMMARY.items():
+        value = float(evaluation.stats[index])
+        metrics[name] = None if value < 0 else value
     # [IoU thresholds, recalls, categories], all areas and 100 detections; -1 where there is no object
     precision = evaluation.eval["precision"][..., 0, -1]
+    names = list(categories.values())
     for column, category_id in enumerate(evaluation.params.catIds):
         name = categories[category_id]
-        name = name if list(categories.values()).count(name) == 1 else f"{name} {category_id}"
+        if names.count(name) > 1:
+            name = f"{name} {category_id}"
         values = precision[:, :, column]
-        metrics[f"AP/{name}"] = float(values[values > -1].mean()) if (values > -1).any() else None
+        values = values[values > -1]
+        metrics[f"AP/{name}"] = float(values.mean()) if len(values) else None
     return metrics
+
+
+def _annotation(image_id: Id, category_id: int, box: Sequence[float]) -> dict[str, Any]:
+    """Make COCO's annotation of an object or detection with an xyxy box.
+
+    The area of an unmatched detection decides whether it counts in APs, APm or APl.
+    """
+    x1, y1, x2, y2 = box
+    width = x2 - x1
+    height = y2 - y1
+    return {
+        "image_id": image_id,
+        "category_id": category_id,
+        "bbox": [x1, y1, width, height],
+        "area": width * height,
+        "iscrowd": 0,
+    }
 
 
 def _dataset(images: list[dict], categories: dict[int, str], annotations: list[dict[str, Any]]) -> COCO:
@@ -121,11 +132,6 @@ def _dataset(images: list[dict], categories: dict[int, str], annotations: list[d
     with contextlib.redirect_stdout(io.StringIO()):
         dataset.createIndex()
     return dataset
-
-
-def _xywh(box: Sequence[float]) -> list[float]:
-    x1, y1, x2, y2 = box
-    return [x1, y1, x2 - x1, y2 - y1]
 
 
 @dataclasses.dataclass
@@ -193,8 +199,9 @@ class DetectionTask(Task):
         category_ids = batch.targets.category_ids
         predictions = []
         for row, image in enumerate(batch.image_index[:, 0].tolist()):
-            sizes = batch.images.sizes[image].tolist(), batch.images.original_sizes[image].tolist()
-            boxes, in_image = rescale_detections(regions.boxes[image], *sizes)
+            size = batch.images.sizes[image].tolist()
+            original_size = batch.images.original_sizes[image].tolist()
+            boxes, in_image = rescale_detections(regions.boxes[image], size, original_size)
             classes = regions.classes[image][in_image]
             categories: list[str] = []
             if output.class_names is not None:
@@ -212,34 +219,37 @@ class DetectionTask(Task):
 
     @override
     def correctness(self, prediction: DetectionPrediction) -> float:
-        """F1 score of one image; 1 if there are neither objects nor detections.
+        """Return the F1 score of one image; 1 if there are neither objects nor detections.
 
         Detections with a score of at least `SHOWN_SCORE` count, and all objects that are not crowds.
         """
-        shown, found = self._matches(prediction)
-        total = len(shown) + sum(not entry.is_crowd for entry in prediction.objects)
-        return 2 * len(found) / total if total else 1.0
+        shown, matched = self._matches(prediction)
+        total = len(shown) + sum(not true_object.is_crowd for true_object in prediction.objects)
+        return 2 * len(matched) / total if total else 1.0
 
     def _matches(self, prediction: DetectionPrediction) -> tuple[list[int], dict[int, int]]:
-        """Rows of the detections with a sufficient score; and detection row -> row of the matched object.
+        """Return the rows of the detections with a sufficient score; and detection row -> row of the matched object.
 
         Each detection, best first, is matched to the unmatched object of its category with the highest IoU.
         """
         shown = [row for row, score in enumerate(prediction.scores) if score >= SHOWN_SCORE]
-        rows = [row for row, entry in enumerate(prediction.objects) if not entry.is_crowd]
-        if not shown or not rows:
+        object_rows = [row for row, true_object in enumerate(prediction.objects) if not true_object.is_crowd]
+        if not shown or not object_rows:
             return shown, {}
         boxes = np.array([prediction.boxes[row] for row in shown], dtype=np.float64)
-        iou = pairwise_iou(boxes, np.array([prediction.objects[row].box for row in rows], dtype=np.float64))
-        found_ids = np.array([prediction.category_ids[row] for row in shown])
-        iou[found_ids[:, None] != np.array([prediction.objects[row].category_id for row in rows])] = 0
-        found = {}
+        category_ids = np.array([prediction.category_ids[row] for row in shown])
+        objects = [prediction.objects[row] for row in object_rows]
+        object_boxes = np.array([true_object.box for true_object in objects], dtype=np.float64)
+        object_category_ids = np.array([true_object.category_id for true_object in objects])
+        iou = pairwise_iou(boxes, object_boxes)
+        iou[category_ids[:, None] != object_category_ids] = 0
+        matched = {}
         for number, row in enumerate(shown):
             best = int(iou[number].argmax())
             if iou[number, best] >= self.config.positive_iou:
-                found[row] = rows[best]
+                matched[row] = object_rows[best]
                 iou[:, best] = 0
-        return shown, found
+        return shown, matched
 
     @override
     def metrics(self, predictions: list[DetectionPrediction]) -> dict[str, float | None]:
@@ -247,25 +257,30 @@ class DetectionTask(Task):
 
     @override
     def draw(self, prediction: DetectionPrediction) -> np.ndarray:
-        """Detections with a sufficient score in blue (wrong: red), missed objects in green."""
-        shown, found = self._matches(prediction)
-        drawn: list[tuple[Box, str, Colour]] = []
+        """Draw detections with a sufficient score in blue (wrong: red), and missed objects in green."""
+        shown, matched = self._matches(prediction)
+        boxes: list[Box] = []
+        labels: list[str] = []
+        colours: list[Colour] = []
         for row in shown:
             category = f"category {prediction.category_ids[row]}"
             if prediction.categories:
                 category = prediction.categories[row]
-            label = f"{category} {prediction.scores[row]:.2f}"
-            drawn.append((prediction.boxes[row], label, BLUE if row in found else RED))
-        for number, entry in enumerate(prediction.objects):
-            if number not in found.values():
-                label = f"{'crowd of' if entry.is_crowd else 'missed'} {entry.category}"
-                drawn.append((entry.box, label, GREEN))
-        boxes, labels, colours = [list(column) for column in zip(*drawn, strict=True)] or [[], [], []]
+            boxes.append(prediction.boxes[row])
+            labels.append(f"{category} {prediction.scores[row]:.2f}")
+            colours.append(BLUE if row in matched else RED)
+        for row, true_object in enumerate(prediction.objects):
+            if row in matched.values():
+                continue
+            reason = "crowd of" if true_object.is_crowd else "missed"
+            boxes.append(true_object.box)
+            labels.append(f"{reason} {true_object.category}")
+            colours.append(GREEN)
         return draw_boxes(load_predicted_image(prediction), boxes, labels=labels, colours=colours)
 
     @override
     def describe(self, prediction: DetectionPrediction) -> PredictionSummary:
-        shown, found = self._matches(prediction)
-        total = sum(not entry.is_crowd for entry in prediction.objects)
-        answer = f"objects found: {len(found)} of {total}, wrong boxes: {len(shown) - len(found)}"
+        shown, matched = self._matches(prediction)
+        total = sum(not true_object.is_crowd for true_object in prediction.objects)
+        answer = f"objects found: {len(matched)} of {total}, wrong boxes: {len(shown) - len(matched)}"
         return PredictionSummary(f"image {prediction.image_id}", answer, note=f"F1 {self.correctness(prediction):.2f}")

@@ -159,7 +159,7 @@ def load_task(task: Task, path: str | Path, rules: InitRules, *, knows_class_ord
             )
         return _continue_head(task, source)
     rule = (task.init_from or HeadInit()).for_weights(source.tensors)
-    if not any(prefix.startswith(source.transferable) for prefix in rule.takes):
+    if not any(prefix.startswith(source.transferable) for prefix in rule.source_prefixes):
         weights = f"a {source.layout}" if source.task_name is None else f"the head of {source.task_name}"
         raise UserError(
             f"{source.path}: contains {weights}, which cannot start the head of {rules.task_name}; remove task.weights."
@@ -195,7 +195,7 @@ def _continue_head(task: Task, source: CheckpointPart) -> LoadReport:
         tensors = tensors | {name: value.roll(step, dims=0) for name, value in class_rows.items()}
         copied = [f"{prefix[:-1]}, background becomes the {position} class" for prefix in rule.region_classes]
     modules = _modules(task.state_dict())
-    unused = [name for name in tensors if name.startswith(rule.parts) and name.split(".")[0] not in modules]
+    unused = [name for name in tensors if name.startswith(rule.target_prefixes) and name.split(".")[0] not in modules]
     new = []  # objectives that the other run lacked
     if rule.allows_new_modules:
         new = [f"{name}." for name in modules - _modules(tensors)]
