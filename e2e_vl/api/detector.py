@@ -117,17 +117,18 @@ class TrainedDetector:
             warning = self.source.warning
         if not warning:
             warning = self.source.drawn_scenes.size_warning(regions.image_size)
+        predictions = regions.predictions
         if self.class_names is None:
-            names = [f"class {class_index}" for class_index in regions.classes]
+            names = [f"class {class_index}" for class_index in predictions.classes]
         else:
-            names = [self.class_names[class_index] for class_index in regions.classes]
+            names = [self.class_names[class_index] for class_index in predictions.classes]
         attributes = []
-        if regions.attributes is not None:
-            attributes = [self.source.attribute_names[attribute] for attribute in regions.attributes]
+        if predictions.attributes is not None:
+            attributes = [self.source.attribute_names[attribute] for attribute in predictions.attributes]
         return ImageRegions(
             boxes=regions.boxes,
-            scores=regions.scores,
-            classes=regions.classes,
+            scores=predictions.scores,
+            classes=predictions.classes,
             names=names,
             features=regions.features,
             attributes=attributes,

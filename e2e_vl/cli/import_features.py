@@ -237,6 +237,6 @@ def _region_features(
     columns = {"boxes": boxes, "features": features}
     if scores is not None:
         columns["scores"] = scores
-    regions = RegionFeatures(image_id, size, **{name: values.astype(np.float32) for name, values in columns.items()})
+    regions = RegionFeatures.from_columns(image_id, size, columns)
     regions.check(image_id, where)
     return regions

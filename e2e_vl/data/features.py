@@ -25,7 +25,7 @@ import importlib
 import io
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import unquote
@@ -40,15 +40,17 @@ from detector.io import atomic_file, read_json, write_json
 from e2e_vl.data.box_checks import reach_outside, require_pixels
 from e2e_vl.data.tables import SkippedRecords
 from e2e_vl.io import files_in, require_unique
+from e2e_vl.samples import BoxPredictions
 
-# Optional columns with R rows, and their dtypes
-OPTIONAL_COLUMNS = {
+# Columns with R rows, and their dtypes: those that every image has, those of `BoxPredictions`, and the others
+COLUMNS = {"boxes": np.float32, "features": np.float32}
+PREDICTED_COLUMNS = {
     "scores": np.float32,
     "classes": np.int64,
     "attributes": np.int64,
     "attribute_scores": np.float32,
-    "box_ids": np.int64,
 }
+OPTIONAL_COLUMNS = {**PREDICTED_COLUMNS, "box_ids": np.int64}
 ROUNDING = 1e-3  # by which a probability may exceed [0, 1] (half precision)
 STAMP_NAME = "stamp.json"
 STAMP_KEY = b"__stamp__"  # in an LMDB file
@@ -69,7 +71,7 @@ TSV_COLUMNS = {
         "features",
     ),
 }
-# Column of LXMERT's TSV file -> field of `RegionFeatures`
+# Column of LXMERT's TSV file -> field of `BoxPredictions`
 LXMERT_FIELDS = {
     "objects_id": "classes",
     "objects_conf": "scores",
@@ -86,24 +88,46 @@ class RegionFeatures:
     image_size: tuple[int, int]  # (height, width) of the original image, after EXIF rotation
     boxes: np.ndarray  # float32 [R, 4]
     features: np.ndarray  # float32 [R, D]
-    scores: np.ndarray | None = None  # float32 [R], probability of the class
-    classes: np.ndarray | None = None  # int64 [R], 0 .. K-1
-    attributes: np.ndarray | None = None  # int64 [R], best attribute, 0 .. A-1
-    attribute_scores: np.ndarray | None = None  # float32 [R], probability of that attribute
+    predictions: BoxPredictions = BoxPredictions()
     box_ids: np.ndarray | None = None  # int64 [R], annotation ids, if the boxes were annotated
     image_feature: np.ndarray | None = None  # float32 [D], feature of the whole image
+
+    @classmethod
+    def from_columns(
+        cls,
+        image_id: str,
+        image_size: tuple[int, int],
+        columns: Mapping[str, np.ndarray],
+        image_feature: np.ndarray | None = None,
+    ) -> RegionFeatures:
+        """Make the record of an image from the columns of a file; they are converted to their dtypes."""
+        converted = {}
+        for name, dtype in {**COLUMNS, **OPTIONAL_COLUMNS}.items():
+            if name in columns:
+                converted[name] = columns[name].astype(dtype, copy=False)
+        if image_feature is not None:
+            image_feature = image_feature.astype(np.float32, copy=False)
+        predicted = {name: converted[name] for name in PREDICTED_COLUMNS if name in converted}
+        return cls(
+            image_id,
+            image_size,
+            boxes=converted["boxes"],
+            features=converted["features"],
+            predictions=BoxPredictions(**predicted),
+            box_ids=converted.get("box_ids"),
+            image_feature=image_feature,
+        )
 
     def __len__(self) -> int:
         return len(self.boxes)
 
     def columns(self) -> dict[str, np.ndarray]:
         """Return the arrays with R rows, by name: `boxes`, `features` and the `OPTIONAL_COLUMNS` that are not None."""
-        columns = {}
-        for name in ("boxes", "features", *OPTIONAL_COLUMNS):
-            values = getattr(self, name)
-            if values is not None:
-                columns[name] = values
-        return columns
+        columns = {"boxes": self.boxes, "features": self.features}
+        for name in PREDICTED_COLUMNS:
+            columns[name] = getattr(self.predictions, name)
+        columns["box_ids"] = self.box_ids
+        return {name: values for name, values in columns.items() if values is not None}
 
     def check(self, image_id: str, where: str) -> None:
         """Raise a UserError if these are not plausible regions of the requested image; `where` begins its message.
@@ -163,18 +187,11 @@ def save_npz(file: Path | BinaryIO, record: RegionFeatures, stamp: dict[str, Any
 def load_npz(file: Path | BinaryIO, where: str | None = None) -> RegionFeatures:
     """Read regions written by `save_npz`; `where` names the file in error messages."""
     with reading(where or file, Exception), np.load(file, allow_pickle=False) as arrays:  # damage raises many types
-        optional = [name for name in ("image_feature", *OPTIONAL_COLUMNS) if name in arrays]
-        columns = {name: to_column(name, arrays[name]) for name in ("boxes", "features", *optional)}
-        return RegionFeatures(
-            image_id=str(arrays["image_id"]),
-            image_size=tuple(arrays["image_size"].tolist()),
-            **columns,
-        )
-
-
-def to_column(name: str, values: np.ndarray) -> np.ndarray:
-    """Return the values of a column in its dtype."""
-    return values.astype(OPTIONAL_COLUMNS.get(name, np.float32), copy=False)
+        columns = {name: arrays[name] for name in (*COLUMNS, *OPTIONAL_COLUMNS) if name in arrays}
+        image_feature = arrays.get("image_feature")
+        image_id = str(arrays["image_id"])
+        image_size = tuple(arrays["image_size"].tolist())
+        return RegionFeatures.from_columns(image_id, image_size, columns, image_feature)
 
 
 # Readers
@@ -334,15 +351,16 @@ def parse_row(line: str) -> RegionFeatures:
     row = dict(zip(names, cells, strict=True))
     num_boxes = _whole_number(row["num_boxes"])
     prefix = "img" if is_lxmert else "image"
-    optional = {}
+    predicted = {}
     if is_lxmert:
-        optional = {field: _array(row[name], OPTIONAL_COLUMNS[field]) for name, field in LXMERT_FIELDS.items()}
+        for name, field in LXMERT_FIELDS.items():
+            predicted[field] = _array(row[name], PREDICTED_COLUMNS[field])
     return RegionFeatures(
         image_id=row[f"{prefix}_id"],
         image_size=(_whole_number(row[f"{prefix}_h"]), _whole_number(row[f"{prefix}_w"])),
         boxes=_array(row["boxes"], np.float32).reshape(num_boxes, 4),
         features=_array(row["features"], np.float32).reshape(num_boxes, -1 if num_boxes else 0),
-        **optional,
+        predictions=BoxPredictions(**predicted),
     )
 
 
@@ -372,7 +390,7 @@ class Hdf5Store(FeatureStore):
             self.starts = file["starts"][:].astype(np.int64)
             self.sizes = file["image_sizes"][:].astype(np.int64)
             self.stamp = json.loads(file.attrs["stamp"]) if "stamp" in file.attrs else None
-            names = [name for name in ("boxes", "features", *OPTIONAL_COLUMNS) if name in file]
+            names = [name for name in (*COLUMNS, *OPTIONAL_COLUMNS) if name in file]
             counts = {name: len(file[name]) for name in names}
             digest = file.attrs.get("index_sha256")
         self.rows = {image_id: row for row, image_id in enumerate(ids)}
@@ -418,11 +436,10 @@ class Hdf5Store(FeatureStore):
         row = self.rows[image_id]
         rows = slice(self.starts[row], self.starts[row + 1])
         with reading(f"{self.path}: image {image_id}", OSError, KeyError, ValueError, TypeError, RuntimeError):
-            names = [name for name in OPTIONAL_COLUMNS if name in file]
-            columns = {name: to_column(name, file[name][rows]) for name in ("boxes", "features", *names)}
-            if "image_feature" in file:
-                columns["image_feature"] = to_column("image_feature", file["image_feature"][row])
-        return RegionFeatures(image_id=image_id, image_size=tuple(self.sizes[row].tolist()), **columns)
+            columns = {name: file[name][rows] for name in (*COLUMNS, *OPTIONAL_COLUMNS) if name in file}
+            image_feature = file["image_feature"][row] if "image_feature" in file else None
+            image_size = tuple(self.sizes[row].tolist())
+            return RegionFeatures.from_columns(image_id, image_size, columns, image_feature)
 
 
 def _decode_id(image_id: bytes | str) -> str:
@@ -528,7 +545,7 @@ def _cells(record: RegionFeatures, layout: str) -> list[str]:
     height, width = record.image_size
     arrays = {"boxes": record.boxes, "features": record.features}
     if layout == "lxmert":
-        arrays |= {name: getattr(record, field) for name, field in LXMERT_FIELDS.items()}
+        arrays |= {name: getattr(record.predictions, field) for name, field in LXMERT_FIELDS.items()}
     cells = {
         "image_id": record.image_id,
         "img_id": record.image_id,

@@ -31,7 +31,6 @@ from e2e_vl.data.tables import SkippedRecords
 from e2e_vl.io import FourNumbers, Id, Record, Score, box_corners
 from e2e_vl.samples import (
     AnnotatedObjects,
-    BoxPredictions,
     BrokenImageError,
     CandidateBoxes,
     ImageBytes,
@@ -215,11 +214,12 @@ class StoredBoxes(BoxReader):
     def read(self, image_id: str) -> CandidateBoxes:
         store = next((store for store in self.stores if image_id in store), self.stores[0])
         regions = store[image_id]
-        is_detected = regions.scores is not None and regions.box_ids is None
+        scores = regions.predictions.scores
+        is_detected = scores is not None and regions.box_ids is None
         if is_detected and self.with_features:
-            rows = np.argsort(-regions.scores, kind="stable")[: self.limit]
+            rows = np.argsort(-scores, kind="stable")[: self.limit]
         elif is_detected:
-            rows = select_regions(regions.scores, self.selection).numpy()
+            rows = select_regions(scores, self.selection).numpy()
         else:
             rows = slice(self.limit if self.with_features else None)
         features = None
@@ -227,14 +227,13 @@ class StoredBoxes(BoxReader):
         if self.with_features:
             features = regions.features[rows]
             image_feature = regions.image_feature
-        predictions = BoxPredictions(regions.classes, regions.scores, regions.attributes, regions.attribute_scores)
         return CandidateBoxes(
             regions.boxes[rows],
             f"{store.path}: image {image_id}",
             image_size=regions.image_size,
             features=features,
             image_feature=image_feature,
-            predictions=predictions.select(rows),
+            predictions=regions.predictions.select(rows),
         )
 
 

@@ -31,7 +31,7 @@ from e2e_vl.data.features import RegionFeatures
 from e2e_vl.data.user_inputs import GivenBoxes, require_inside
 from e2e_vl.io import DEMO, find_model_folder
 from e2e_vl.registry import DETECTORS
-from e2e_vl.samples import AnnotatedObjects, ImageBytes
+from e2e_vl.samples import AnnotatedObjects, BoxPredictions, ImageBytes
 from e2e_vl.transforms import ImageTransform
 
 SAME_PLACE = 0.7  # IoU above which the rule "score" merges two detections
@@ -203,10 +203,12 @@ class RegionExtractor:
             image_size=image.original_size,
             boxes=_array(clip_boxes_to_image(boxes, image.original_size)),
             features=_array(regions.features.region),
-            scores=_array(scores),
-            classes=_array(classes),
-            attributes=_array(attributes),
-            attribute_scores=_array(attribute_scores),
+            predictions=BoxPredictions(
+                classes=_array(classes),
+                scores=_array(scores),
+                attributes=_array(attributes),
+                attribute_scores=_array(attribute_scores),
+            ),
             box_ids=box_ids,
             image_feature=_array(image_feature),
         )

@@ -35,6 +35,7 @@ from e2e_vl.data.features import RegionFeatures, write_tsv
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run.build import build_model, read_training_texts
 from e2e_vl.run.checkpoint import save_model
+from e2e_vl.samples import BoxPredictions
 from e2e_vl.synthetic.config import SceneConfig
 from e2e_vl.synthetic.generate import make_scenes
 from e2e_vl.text import build_vocabulary, load_tokenizer
@@ -90,7 +91,9 @@ def perfect_features(path: Path) -> Iterator[RegionFeatures]:
             "attributes": np.array([one["attribute_ids"][0] for one in objects]),
             "attribute_scores": np.ones(len(objects), np.float32),
         }
-        yield RegionFeatures(str(image["id"]), (image["height"], image["width"]), boxes, features, **found)
+        yield RegionFeatures(
+            str(image["id"]), (image["height"], image["width"]), boxes, features, BoxPredictions(**found)
+        )
 
 
 @pytest.fixture(scope="module")

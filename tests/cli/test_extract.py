@@ -242,7 +242,7 @@ def test_given_boxes_with_the_detector_of_a_run(images, trained_run, tmp_path):
     store = open_features(tmp_path / "features")
     assert store.ids == ["4", "7"] and len(store["4"]) == 0
     record, stamp = store["7"], store.stamp
-    assert record.boxes.tolist() == [[5, 6, 25, 16]] and record.attributes is None
+    assert record.boxes.tolist() == [[5, 6, 25, 16]] and record.predictions.attributes is None
     assert record.image_feature.shape == record.features.shape[1:]
     assert stamp["features_of"] == "given boxes" and len(stamp["box_rule"]["boxes_sha256"]) == 64
     assert stamp["weights"]["file"] == "model.safetensors"

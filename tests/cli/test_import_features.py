@@ -73,7 +73,7 @@ def test_nlvr2(tmp_path, as_tensors, is_zip):
     assert list(store.ids) == list(entries)
     for name, entry in entries.items():
         record = store.read(name)
-        for found, expected in zip((record.features, record.boxes, record.scores), entry, strict=True):
+        for found, expected in zip((record.features, record.boxes, record.predictions.scores), entry, strict=True):
             np.testing.assert_array_equal(found, expected)
         assert record.image_size == (40, 60)
 

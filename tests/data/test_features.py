@@ -16,6 +16,7 @@ import pytest
 
 from e2e_vl.data.features import (
     OPTIONAL_COLUMNS,
+    PREDICTED_COLUMNS,
     STAMP_NAME,
     RegionFeatures,
     TsvStore,
@@ -25,6 +26,7 @@ from e2e_vl.data.features import (
     write_features,
 )
 from e2e_vl.io import file_name
+from e2e_vl.samples import BoxPredictions
 from tests.data.helpers import refused, write_json
 
 STAMP = {"config": {"a": [1, 2]}, "channel_order": "BGR"}
@@ -40,13 +42,15 @@ def records() -> list[RegionFeatures]:
         columns = {name: generator.integers(0, 9, rows).astype(kind) for name, kind in OPTIONAL_COLUMNS.items()}
         columns |= {name: columns[name] / 10 for name in ("scores", "attribute_scores")}  # probabilities
         made.append(
-            RegionFeatures(
+            RegionFeatures.from_columns(
                 image_id,
                 (30, 40),
-                5 * generator.random((rows, 4), dtype=np.float32).cumsum(axis=1),  # x1 < x2, y1 < y2
-                generator.standard_normal((rows, 6)).astype(np.float32),
+                {
+                    "boxes": 5 * generator.random((rows, 4), dtype=np.float32).cumsum(axis=1),  # x1 < x2, y1 < y2
+                    "features": generator.standard_normal((rows, 6)).astype(np.float32),
+                    **columns,
+                },
                 image_feature=generator.random(6, dtype=np.float32),
-                **columns,
             )
         )
     return made
@@ -67,12 +71,20 @@ def assert_equal(record: RegionFeatures, expected: RegionFeatures, columns: set[
     assert (record.image_id, record.image_size) == (expected.image_id, expected.image_size)
     assert np.array_equal(record.boxes, expected.boxes)
     assert record.features.size == expected.features.size == 0 or np.array_equal(record.features, expected.features)
+    optional, expected_values = optional_values(record), optional_values(expected)
     for name in {*OPTIONAL_COLUMNS, "image_feature"}:
         if name in columns:
-            assert np.array_equal(getattr(record, name), getattr(expected, name)), name
-            assert getattr(record, name).dtype == getattr(expected, name).dtype
+            assert np.array_equal(optional[name], expected_values[name]), name
+            assert optional[name].dtype == expected_values[name].dtype
         else:
-            assert getattr(record, name) is None
+            assert name not in optional
+
+
+def optional_values(record: RegionFeatures) -> dict[str, np.ndarray]:
+    values = {name: column for name, column in record.columns().items() if name in OPTIONAL_COLUMNS}
+    if record.image_feature is not None:
+        values["image_feature"] = record.image_feature
+    return values
 
 
 @pytest.mark.parametrize("layout", FILES)
@@ -258,14 +270,15 @@ BOXES = np.array([[0, 0, 10, 10], [5, 5, 40, 30]], dtype=np.float32)
 
 
 def record(image_id: str = "1", **changes) -> RegionFeatures:
-    values = {
-        "image_size": (30, 40),
-        "boxes": BOXES,
-        "features": np.ones((2, 6), np.float32),
+    predictions = {
         "scores": np.array([0.0, 1.0], np.float32),
         "attribute_scores": np.array([0.5, 0.5], np.float32),
     }
-    return RegionFeatures(image_id, **{**values, **changes})
+    for name in PREDICTED_COLUMNS:
+        if name in changes:
+            predictions[name] = changes.pop(name)
+    values = {"image_size": (30, 40), "boxes": BOXES, "features": np.ones((2, 6), np.float32)}
+    return RegionFeatures(**{"image_id": image_id, **values, **changes}, predictions=BoxPredictions(**predictions))
 
 
 @pytest.mark.parametrize(

@@ -264,10 +264,13 @@ def test_a_photo_annotated_without_its_exif_rotation_is_as_annotated(tiny, photo
 
 @pytest.fixture
 def store(tmp_path):
-    def write(*ids: str, boxes=BOXES, features=FEATURES, **columns) -> Path:
+    def write(*ids: str, boxes=BOXES, features=FEATURES, scores=SCORES, image_feature=None, **columns) -> Path:
         (tmp_path / "features").mkdir(exist_ok=True)
         for image_id in ids:
-            record = RegionFeatures(image_id, (60, 100), boxes, features, **{"scores": SCORES[: len(boxes)], **columns})
+            columns |= {"boxes": boxes, "features": features}
+            if scores is not None:
+                columns["scores"] = scores[: len(boxes)]
+            record = RegionFeatures.from_columns(image_id, (60, 100), columns, image_feature)
             save_npz(tmp_path / "features" / f"{image_id}.npz", record)
         return tmp_path / "features"
 

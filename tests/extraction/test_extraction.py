@@ -108,7 +108,8 @@ def test_features_of_the_proposal_with_a_refined_box(source, input_of):
         RegionExtractor(source.detector, ExtractionConfig("maxnms", numbers, of))([image])[0]
         for of in ("final", "proposal")
     )
-    assert np.array_equal(final.boxes, proposal.boxes) and np.array_equal(final.classes, proposal.classes)
+    assert np.array_equal(final.boxes, proposal.boxes)
+    assert np.array_equal(final.predictions.classes, proposal.predictions.classes)
     assert not np.allclose(final.features, proposal.features, atol=1e-3)
     images = network_input(source, image)
     maps = source.detector.features(images)
@@ -128,10 +129,10 @@ def test_the_score_rule(source, input_of):
     every = by_score(source.detector, input_of("0"), SelectionRule(0.0, 0, 100))
     overlap = pairwise_iou(every.boxes, every.boxes) - np.eye(len(every))
     assert len(every) > 8 and overlap.max() < SAME_PLACE + 1e-3
-    assert (np.diff(every.scores) <= 0).all()
-    middle = float(every.scores[4])
+    assert (np.diff(every.predictions.scores) <= 0).all()
+    middle = float(every.predictions.scores[4])
     some = by_score(source.detector, input_of("0"), SelectionRule(middle, 2, 100))
-    assert np.array_equal(some.boxes, every.boxes[every.scores >= middle])
+    assert np.array_equal(some.boxes, every.boxes[every.predictions.scores >= middle])
 
 
 def changed(detector: FasterRCNN, settings: dict[str, object]) -> FasterRCNN:
@@ -156,8 +157,8 @@ def test_the_score_rule_keeps_what_the_detector_itself_detects(source, input_of)
     expected = distinct[:6]
     assert len(expected) == 6
     regions = by_score(detector, image, SelectionRule(0.0, 6, 6))
-    assert np.array_equal(regions.scores, scores[expected])
-    assert np.array_equal(regions.classes, found.classes[0].numpy()[expected])
+    assert np.array_equal(regions.predictions.scores, scores[expected])
+    assert np.array_equal(regions.predictions.classes, found.classes[0].numpy()[expected])
     assert np.allclose(regions.features, found.features[0].numpy()[expected], atol=1e-5)
 
 
@@ -189,8 +190,9 @@ def test_one_image_has_the_regions_of_bulk_extraction(source, folder: Path, tmp_
     for record in map(store.read, store.ids):
         single = extract_image(folder / f"{record.image_id}.png", source, RULE)
         assert single.image_id == record.image_id
+        columns = single.columns()
         for name, column in record.columns().items():
-            assert np.array_equal(getattr(single, name), column), name
+            assert np.array_equal(columns[name], column), name
 
 
 def test_limit_of_proposals(config_file: Path, folder: Path):
@@ -273,12 +275,12 @@ def test_features_are_those_of_the_boxes(settings, make_job, source, input_of):
         assert settings.selection_rule.min_regions <= len(record) <= settings.selection_rule.max_regions
         assert np.allclose(described_again(source, input_of(record.image_id), record.boxes), record.features, atol=1e-4)
         assert (record.boxes >= 0).all() and (record.boxes <= [size[1], size[0]] * 2).all()
-        assert (record.attributes is None) is not settings.attributes
+        assert (record.predictions.attributes is None) is not settings.attributes
         if settings.features_of == "proposal":
             logits = source.detector.roi_heads.box_predictor.class_logits(torch.from_numpy(record.features))
             best = logits.softmax(dim=1)[:, :-1].max(dim=1)
-            assert np.array_equal(best.indices.numpy(), record.classes)
-            assert np.allclose(best.values.detach().numpy(), record.scores, atol=1e-5)
+            assert np.array_equal(best.indices.numpy(), record.predictions.classes)
+            assert np.allclose(best.values.detach().numpy(), record.predictions.scores, atol=1e-5)
 
 
 def test_given_boxes(make_job, source, input_of):

@@ -72,8 +72,9 @@ def test_rows_of_the_tsv_files(golden, rules):
             found = store[row["img_id"]]
             assert found.image_size == (row["img_h"], row["img_w"])
             assert len(found) == row["num_boxes"]
-            columns = {"objects_id": found.classes, "objects_conf": found.scores, "attrs_id": found.attributes}
-            columns |= {"attrs_conf": found.attribute_scores, "boxes": found.boxes, "features": found.features}
+            labels = found.predictions
+            columns = {"objects_id": labels.classes, "objects_conf": labels.scores, "attrs_id": labels.attributes}
+            columns |= {"attrs_conf": labels.attribute_scores, "boxes": found.boxes, "features": found.features}
             for column, ours in columns.items():
                 np.testing.assert_array_equal(ours, arrays[f"tsv.{name}.{column}"][number], column)
             check_candidates(store, found)
@@ -82,9 +83,9 @@ def test_rows_of_the_tsv_files(golden, rules):
 def check_candidates(store: TsvStore, found: RegionFeatures) -> None:
     """What the detector found stays with its box on the way to the model; boxes come by falling score."""
     boxes = StoredBoxes([store], None, with_features=True).read(found.image_id)
-    order = np.argsort(-found.scores, kind="stable")
+    order = np.argsort(-found.predictions.scores, kind="stable")
     for field in dataclasses.fields(BoxPredictions):
-        values = getattr(found, field.name)
+        values = getattr(found.predictions, field.name)
         np.testing.assert_array_equal(getattr(boxes.predictions, field.name), values[order], field.name)
     np.testing.assert_array_equal(boxes.features, found.features[order])
 
@@ -259,8 +260,9 @@ def check_item(arrays: dict[str, Tensor], row: int, image: RegionFeatures, featu
     height, width = image.image_size
     shares = torch.from_numpy(image.boxes / np.array([width, height, width, height], dtype=np.float32))
     assert_near(shares, arrays["pretrain.boxes"][row], f"boxes of item {row}")
-    columns = {"obj_labels": image.classes, "obj_confs": image.scores, "attr_labels": image.attributes}
-    for name, ours in (columns | {"attr_confs": image.attribute_scores}).items():
+    labels = image.predictions
+    columns = {"obj_labels": labels.classes, "obj_confs": labels.scores, "attr_labels": labels.attributes}
+    for name, ours in (columns | {"attr_confs": labels.attribute_scores}).items():
         np.testing.assert_array_equal(ours, arrays[f"pretrain.{name}"][row], name)
 
 
