@@ -42,6 +42,7 @@ from e2e_vl.transforms import LoadedImage
 
 _BRACKETS = re.compile(r"\[([^\[\]]+)\]")  # phrases in a user's text
 NO_PHRASES = EntityPhrases((), None, entities=(), types=())
+NO_REGIONS = "nothing: there are no candidate regions"
 
 
 @dataclasses.dataclass
@@ -122,7 +123,8 @@ class Flickr30KTask(Task):
         super().__init__()
         self.config = config or Flickr30KConfig()
         width = self.config.num_heads * self.config.head_size
-        self.query, self.key = (nn.Linear(hidden_size, width) for _ in range(2))
+        self.query = nn.Linear(hidden_size, width)
+        self.key = nn.Linear(hidden_size, width)
         init_head([self.query, self.key], self.config.head_init)
 
     @override
@@ -131,13 +133,15 @@ class Flickr30KTask(Task):
 
     @override
     def question(self, question: Question) -> Sample:
-        """A user's sentence with phrases in brackets; without brackets, the whole sentence is one phrase."""
-        words, spans = "", []
+        """Take the phrases in brackets of a user's sentence; without brackets, the whole sentence is one phrase."""
+        words = ""
+        spans = []
         for number, part in enumerate(_BRACKETS.split(question.text)):
-            if number % 2:
+            if number % 2:  # between brackets
                 spans.append((len(words), len(words) + len(part)))
             words += part
-        spans = spans or [(0, len(words))]
+        if not spans:
+            spans = [(0, len(words))]
         phrases = EntityPhrases(tuple(spans), None, entities=("",) * len(spans), types=((),) * len(spans))
         return question.sample(SampleText(0, words, {}, phrases))
 
@@ -164,50 +168,68 @@ class Flickr30KTask(Task):
         return TaskOutput(losses=losses, logits=log_attention)
 
     def _phrase_states(self, text: Float[Tensor, "M L E"], spans: Ragged) -> Float[Tensor, "P E"]:
-        first, end, owner = spans.values[:, 0], spans.values[:, 1], spans.owner
+        first, end = spans.values.unbind(dim=1)
+        owner = spans.owner
         if self.config.phrase_state == "mean":
             position = torch.arange(text.shape[1], device=text.device)
             inside = ((position >= first[:, None]) & (position < end[:, None])).to(text.dtype)  # [P, L]
             return torch.einsum("pl,ple->pe", inside / inside.sum(dim=1, keepdim=True), text[owner])
-        return text[owner, first if self.config.phrase_state == "first" else end - 1]
+        if self.config.phrase_state == "first":
+            return text[owner, first]
+        return text[owner, end - 1]
 
     @override
     def predict(self, output: ModelOutput) -> list[Flickr30KPrediction]:
-        """The region with the highest attention for each phrase, and the rank of the best right region if known."""
+        """Choose the region with the highest attention for each phrase, and rank the best right region if known."""
         batch = output.batch
         text_regions = output.text_regions
         spans = batch.targets.spans
         boxes = text_regions.original_boxes(batch.images.scales).detach().cpu().double().numpy()
-        shares = output.task.logits.detach().cpu().double().exp().numpy()  # small values would be 0 in float32
-        kept = (output.task.logits > -torch.inf).cpu().numpy()
-        predictions, phrase = [], 0
+        attention = output.task.logits.detach().cpu().double().exp().numpy()  # small values would be 0 in float32
+        is_candidate = (output.task.logits > -torch.inf).cpu().numpy()
+        predictions = []
+        phrase = 0  # among the P phrases of all texts
         for text, (record, count) in enumerate(zip(batch.records, spans.counts.tolist(), strict=True)):
-            best_boxes, best_scores, ranks = [], [], []
+            best_boxes = []
+            best_scores = []
+            ranks = []
             for number in range(count):
-                own, score = boxes[text, kept[phrase]], shares[phrase, kept[phrase]]
-                best = int(np.argsort(-score, kind="stable")[0]) if len(own) else None
-                best_boxes.append(None if best is None else own[best].tolist())
-                best_scores.append(0.0 if best is None else float(score[best]))
+                candidate_boxes = boxes[text, is_candidate[phrase]]
+                scores = attention[phrase, is_candidate[phrase]]
+                if len(candidate_boxes):
+                    best = int(np.argsort(-scores, kind="stable")[0])
+                    best_boxes.append(candidate_boxes[best].tolist())
+                    best_scores.append(float(scores[best]))
+                else:
+                    best_boxes.append(None)
+                    best_scores.append(0.0)
                 if "gt_boxes" in record:
-                    ranks.append(first_hit(score, correct_candidates(own, record["gt_boxes"][number])))
+                    is_correct = correct_candidates(candidate_boxes, record["gt_boxes"][number])
+                    ranks.append(first_hit(scores, is_correct))
                 phrase += 1
-            ranks = ranks if "gt_boxes" in record else None
+            if "gt_boxes" not in record:
+                ranks = None
             predictions.append(self.prediction(record, boxes=best_boxes, scores=best_scores, ranks=ranks))
         return predictions
 
     @override
     def correctness(self, prediction: Flickr30KPrediction) -> float | None:
-        """Share of phrases with a right region; None if the truth is unknown."""
+        """Return the share of phrases with a right region; None if the truth is unknown."""
         ranks = prediction.ranks
-        return None if ranks is None else sum(rank == 0 for rank in ranks) / len(ranks)
+        if ranks is None:
+            return None
+        return sum(rank == 0 for rank in ranks) / len(ranks)
 
     @override
     def answer_lines(self, prediction: Flickr30KPrediction) -> list[str]:
         rows = zip(prediction.phrases, prediction.boxes, prediction.scores, strict=True)
-        return [
-            f"{phrase}: {_box_or_nothing(box)}" + ("" if box is None else f" ({score:.3f})")
-            for phrase, box, score in rows
-        ]
+        lines = []
+        for phrase, box, score in rows:
+            if box is None:
+                lines.append(f"{phrase}: {NO_REGIONS}")
+            else:
+                lines.append(f"{phrase}: {box_text(box)} ({score:.3f})")
+        return lines
 
     @override
     def answer_boxes(self, prediction: Flickr30KPrediction) -> list[tuple[str, Box]]:
@@ -216,43 +238,46 @@ class Flickr30KTask(Task):
 
     @override
     def draw(self, prediction: Flickr30KPrediction) -> np.ndarray:
-        """The region of each phrase in a different colour, and the true boxes of wrong phrases."""
-        boxes, labels, colours = [], [], []
+        """Draw the region of each phrase in a different colour, and the true boxes of wrong phrases."""
+        boxes = []
+        labels = []
+        colours = []
         ranks = prediction.ranks or [0] * len(prediction.phrases)
         for number, (phrase, box, rank) in enumerate(zip(prediction.phrases, prediction.boxes, ranks, strict=True)):
+            colour = PALETTE[number % len(PALETTE)]
             if box is not None:
                 boxes.append(box)
                 labels.append(phrase if rank == 0 else f"{phrase}?")
+                colours.append(colour)
             if rank != 0:
-                boxes += prediction.gt_boxes[number]
-                labels += [f"meant: {phrase}"] * len(prediction.gt_boxes[number])
-            colours += [PALETTE[number % len(PALETTE)]] * (len(boxes) - len(colours))
+                for true_box in prediction.gt_boxes[number]:
+                    boxes.append(true_box)
+                    labels.append(f"meant: {phrase}")
+                    colours.append(colour)
         return draw_boxes(load_predicted_image(prediction), boxes, labels, colours)
 
     @override
     def describe(self, prediction: Flickr30KPrediction) -> PredictionSummary:
-        ranks, types = prediction.ranks, {kind for own in prediction.phrase_types or () for kind in own}
-        note, truth, mistakes = "", "", None
-        if ranks is not None:
-            unreachable = sum(rank is None for rank in ranks)
-            note = f"{sum(rank == 0 for rank in ranks)} of {len(ranks)} phrases are right"
-            note += f", {unreachable} have no right candidate" if unreachable else ""
-            mistakes = tuple(
-                ("/".join(own), "no right candidate" if rank is None else "another region")
-                for own, rank in zip(prediction.phrase_types, ranks, strict=True)
-                if rank != 0
-            )
-            rows = zip(prediction.phrases, prediction.gt_boxes, strict=True)
-            truth = "; ".join(f"{phrase}: {' or '.join(map(_box_or_nothing, boxes))}" for phrase, boxes in rows)
+        answer = "; ".join(self.answer_lines(prediction))
+        group = ""
+        distinct_types = set().union(*(prediction.phrase_types or ()))
+        if distinct_types:
+            group = distinct_types.pop() if len(distinct_types) == 1 else "several types"
+        ranks = prediction.ranks
+        if ranks is None:
+            return PredictionSummary(prediction.text, answer, group=group)
+        truths = []
+        for phrase, boxes in zip(prediction.phrases, prediction.gt_boxes, strict=True):
+            truths.append(f"{phrase}: {' or '.join(map(box_text, boxes))}")
+        num_right = sum(rank == 0 for rank in ranks)
+        num_unreachable = sum(rank is None for rank in ranks)
+        note = f"{num_right} of {len(ranks)} phrases are right"
+        if num_unreachable:
+            note += f", {num_unreachable} have no right candidate"
+        mistakes = []
+        for types, rank in zip(prediction.phrase_types, ranks, strict=True):
+            if rank != 0:
+                mistakes.append(("/".join(types), "no right candidate" if rank is None else "another region"))
         return PredictionSummary(
-            prediction.text,
-            "; ".join(self.answer_lines(prediction)),
-            truth=truth,
-            note=note,
-            group="" if not types else types.pop() if len(types) == 1 else "several types",
-            mistakes=mistakes,
+            prediction.text, answer, truth="; ".join(truths), note=note, group=group, mistakes=tuple(mistakes)
         )
-
-
-def _box_or_nothing(box: Box | None) -> str:
-    return "nothing: there are no candidate regions" if box is None else box_text(box)

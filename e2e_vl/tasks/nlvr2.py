@@ -1,4 +1,4 @@
-"""NLVR2: is a sentence true of two photos? Classification of the encoder's summary of the sentence and both images.
+"""NLVR2: is a sentence true of two images? Classification of the encoder's summary of the sentence and both images.
 
 The encoder determines how two images are encoded: with the regions of both in one sequence, or in two passes with
 concatenated summaries.
@@ -45,13 +45,13 @@ LABELS = ("False", "True")  # as in the official files
 
 
 class NLVR2Prediction(Prediction, kw_only=True):
-    """Whether a sentence is true of two photos."""
+    """Whether a sentence is true of two images."""
 
     metadata_fields = Prediction.metadata_fields | {"identifier"}
     prediction: Literal["True", "False"]
     score: Score  # probability of the prediction
     true: Score  # probability of "True"
-    file_names: tuple[str, ...] = ()  # file names of the left and the right photo
+    file_names: tuple[str, ...] = ()  # file names of the left and the right image
     label: Literal["True", "False"] | None = None
     identifier: str = ""
 
@@ -62,7 +62,7 @@ def group_of(identifier: str) -> str:
 
 
 def nlvr2_scores(labels: Mapping[str, str], predictions: Mapping[str, str]) -> dict[str, float]:
-    """Accuracy and consistency, 0 to 1.
+    """Compute accuracy and consistency, 0 to 1.
 
     Args:
         labels: identifier -> "True" or "False".
@@ -73,11 +73,13 @@ def nlvr2_scores(labels: Mapping[str, str], predictions: Mapping[str, str]) -> d
         predictions.
     """
     groups: dict[str, list[bool]] = defaultdict(list)
+    num_hits = 0
     for identifier, label in labels.items():
-        groups[group_of(identifier)].append(predictions[identifier].lower() == label.lower())
-    hits = [hit for group in groups.values() for hit in group]
+        is_hit = predictions[identifier].lower() == label.lower()
+        groups[group_of(identifier)].append(is_hit)
+        num_hits += is_hit
     return {
-        "accuracy": sum(hits) / len(hits),
+        "accuracy": num_hits / len(labels),
         "consistency": sum(all(group) for group in groups.values()) / len(groups),
     }
 
@@ -88,14 +90,15 @@ def nlvr2_metrics(predictions: Sequence[NLVR2Prediction]) -> dict[str, float]:
     They are "count"; and if there are labels, "accuracy", "accuracy/<label>" (over the examples with that label) and
     "consistency".
     """
-    labelled = [one for one in predictions if one.label is not None]
+    labelled = [prediction for prediction in predictions if prediction.label is not None]
     metrics = {"count": float(len(predictions))}
     if not labelled:
         return metrics
-    labels = {one.identifier: one.label for one in labelled}
-    metrics |= nlvr2_scores(labels, {one.identifier: one.prediction for one in labelled})
+    labels = {prediction.identifier: prediction.label for prediction in labelled}
+    answers = {prediction.identifier: prediction.prediction for prediction in labelled}
+    metrics |= nlvr2_scores(labels, answers)
     for label in LABELS:
-        hits = [one.prediction == label for one in labelled if one.label == label]
+        hits = [prediction.prediction == label for prediction in labelled if prediction.label == label]
         if hits:
             metrics[f"accuracy/{label.lower()}"] = sum(hits) / len(hits)
     return metrics
@@ -104,7 +107,7 @@ def nlvr2_metrics(predictions: Sequence[NLVR2Prediction]) -> dict[str, float]:
 def write_submission(path: Path, predictions: Sequence[NLVR2Prediction]) -> None:
     """Write predictions in the official script's format: identifier,True or identifier,False without a header."""
     require_distinct_texts(path, (prediction.identifier for prediction in predictions))
-    write_text(path, "".join(f"{one.identifier},{one.prediction}\n" for one in predictions))
+    write_text(path, "".join(f"{prediction.identifier},{prediction.prediction}\n" for prediction in predictions))
 
 
 @dataclasses.dataclass
@@ -133,11 +136,12 @@ class NLVR2Preprocessor(Preprocessor):
         self, text: SampleText, sample: Sample, images: Sequence[LoadedImage], make_generator: GeneratorFactory
     ) -> Iterable[EncodedText]:
         encoding = self.text_tokenizer.single(self.text_tokenizer.pieces(text.words))
-        names = [images[row].name for row in text.image_index]
-        targets = NLVR2Targets(np.int64(text.truth.number) if isinstance(text.truth, CorrectChoice) else None)
-        yield EncodedText(
-            encoding, text.image_index, self.record(text, images, encoding) | {"file_names": names}, targets
-        )
+        record = self.record(text, images, encoding)
+        record["file_names"] = [images[row].name for row in text.image_index]
+        targets = NLVR2Targets()
+        if isinstance(text.truth, CorrectChoice):
+            targets.label = np.int64(text.truth.number)
+        yield EncodedText(encoding, text.image_index, record, targets)
 
 
 class NLVR2Task(Task):
@@ -168,7 +172,7 @@ class NLVR2Task(Task):
 
     @override
     def question(self, question: Question) -> Sample:
-        """A user's sentence about two images; without boxes the detector proposes them."""
+        """Make the sample of a sentence about two images; without boxes the detector proposes them."""
         return question.sample(SampleText(0, question.text, {}, image_index=IMAGES))
 
     def forward(self, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
@@ -182,20 +186,21 @@ class NLVR2Task(Task):
             logits = torch.stack([torch.zeros_like(logits), logits], dim=1)
         losses = {}
         if batch.targets is not None and batch.targets.label is not None:
-            judged, label = map(batch.targets.with_target, (logits, batch.targets.label))
+            labels = batch.targets.with_target(batch.targets.label)
             # with "sigmoid" the logits are (0, score), whose softmax is the sigmoid of the score
-            total = F.cross_entropy(judged, label, reduction="sum")
-            losses["nlvr2"] = Loss(total=total, count=logits.new_tensor(float(len(label))))
+            total = F.cross_entropy(batch.targets.with_target(logits), labels, reduction="sum")
+            losses["nlvr2"] = Loss(total=total, count=logits.new_tensor(float(len(labels))))
         return TaskOutput(losses=losses, logits=logits)
 
     @override
     def predict(self, output: ModelOutput) -> list[NLVR2Prediction]:
         logits = output.task.logits
-        best, shares = logits.argmax(dim=1).tolist(), logits.softmax(dim=1).tolist()
-        return [
-            self.prediction(record, prediction=LABELS[is_true], score=max(true, false), true=true)
-            for record, is_true, (false, true) in zip(output.batch.records, best, shares, strict=True)
-        ]
+        predictions = []
+        rows = zip(output.batch.records, logits.argmax(dim=1).tolist(), logits.softmax(dim=1).tolist(), strict=True)
+        for record, best, probabilities in rows:
+            _, true = probabilities
+            predictions.append(self.prediction(record, prediction=LABELS[best], score=max(probabilities), true=true))
+        return predictions
 
     @override
     def correctness(self, prediction: NLVR2Prediction) -> float | None:
@@ -203,8 +208,8 @@ class NLVR2Task(Task):
 
     @override
     def ranked(self, prediction: NLVR2Prediction) -> Ranked:
-        both = ("True", prediction.true), ("False", 1 - prediction.true)
-        return tuple(sorted(both, key=lambda answer: -answer[1]))
+        answers = [("True", prediction.true), ("False", 1 - prediction.true)]
+        return tuple(sorted(answers, key=lambda answer: -answer[1]))
 
     @override
     def draw(self, prediction: NLVR2Prediction) -> np.ndarray:
