@@ -69,11 +69,11 @@ class ObjectivePreprocessor:
         """Mask wordpieces."""
 
     def targets(self, draft: TextDraft, encoding: TextEncoding) -> Targets:
-        """The targets of the encoded text, of the same class for every text."""
+        """Return the targets of the encoded text, of the same class for every text."""
         return Targets()
 
     def extra_texts(self, sample: Sample, generator: np.random.Generator) -> Iterable[tuple[TextDraft, TextEncoding]]:
-        """Texts without an image to add after each text of the data set; they get no predictions."""
+        """Return texts without an image to add after each text of the data set; they get no predictions."""
         return ()
 
 
@@ -98,14 +98,17 @@ def classified(
     truth: Int64[Tensor, " items"],
     losses: Float[Tensor, " items"] | None = None,
 ) -> ObjectiveOutput:
-    """The output of a classification objective.
+    """Make the output of a classification objective.
 
     Args:
         index: the text of each item, and its position in the text if the objective chooses positions.
         losses: of each item; None: the cross entropy.
     """
     best = logits.argmax(dim=1)
-    total = F.cross_entropy(logits, truth, reduction="sum") if losses is None else losses.sum()
+    if losses is None:
+        total = F.cross_entropy(logits, truth, reduction="sum")
+    else:
+        total = losses.sum()
     loss = Loss(weight * total, logits.new_full((), len(logits)))
     position = index[1] if len(index) > 1 else torch.zeros_like(index[0])
     return ObjectiveOutput(loss, index[0], best == truth, logits, position, best, truth)
@@ -169,7 +172,7 @@ class Objective(nn.Module, abc.ABC):
         self.config = config
 
     def preprocessor(self, text_tokenizer: TextTokenizer) -> ObjectivePreprocessor:
-        """The text preprocessor, which runs in data workers; by default it does nothing."""
+        """Return the text preprocessor, which runs in data workers; by default it does nothing."""
         return ObjectivePreprocessor(text_tokenizer)
 
     def check(self, info: DatasetInfo | None, detector: Detector, masking: PretrainingConfig) -> None:
@@ -182,7 +185,7 @@ class Objective(nn.Module, abc.ABC):
     def forward(
         self, targets: Targets, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
-        """The weighted loss over all labelled items of the batch, and the predictions."""
+        """Compute the weighted loss over all labelled items of the batch, and the predictions."""
 
     def class_names(
         self, output: ModelOutput, wordpieces: Sequence[str], masking: PretrainingConfig
@@ -194,21 +197,24 @@ class Objective(nn.Module, abc.ABC):
         return None
 
     def answer(self, output: ModelOutput, logits: Tensor, names: Sequence[str] | None) -> dict[str, Any]:
-        """Fields of the `PretrainingPrediction` for a user's text."""
+        """Return fields of the `PretrainingPrediction` for a user's text."""
         return {}
 
     def answer_lines(self, prediction: PretrainingPrediction) -> list[str]:
+        """Return the objective's part of an answer as lines of text."""
         return []
 
 
 def top_classes(probabilities: Float[Tensor, "rows columns"], names: Sequence[str]) -> list[Ranked]:
-    """The five most probable classes of each row, by name, with their probabilities, best first."""
+    """Return the five most probable classes of each row, by name, with their probabilities, best first."""
     values, numbers = probabilities.topk(min(5, probabilities.shape[1]), dim=1)
-    return [
-        tuple((names[number], value) for number, value in zip(*row, strict=True))
-        for row in zip(numbers.tolist(), values.tolist(), strict=True)
-    ]
+    ranked = []
+    for row_numbers, row_values in zip(numbers.tolist(), values.tolist(), strict=True):
+        row_names = [names[number] for number in row_numbers]
+        ranked.append(tuple(zip(row_names, row_values, strict=True)))
+    return ranked
 
 
 def format_ranked(pairs: Ranked) -> str:
+    """Write names with their probabilities, to three decimals, as one line."""
     return ", ".join(f"{name} {value:.3f}" for name, value in pairs)

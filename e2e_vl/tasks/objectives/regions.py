@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+from typing_extensions import override
 
 from detector.errors import UserError
 from detector.structures import Detector, Loss
@@ -58,17 +59,20 @@ class MaskedRegions(Objective):
         self.output = nn.Linear(sizes.hidden_size, config.classes)
         init_head((self.transform["dense"], self.output), "normal")
 
+    @override
     def check(self, info: DatasetInfo | None, detector: Detector, masking: PretrainingConfig) -> None:
         _check_classes(self.config, detector, masking, detector.num_classes + 1, "classes and the background")
 
     def classify(self, states: Float[Tensor, "*shape E"]) -> Float[Tensor, "*shape C"]:
+        """Return the float32 logits of the classes for states of regions."""
         return at_least_float32(self.output(self.transform(states)))
 
+    @override
     def forward(
         self, targets: Targets, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
-        """The logits are float32 [labelled regions, C]."""
-        chosen = text_regions.gather(batch.masking.masked_regions.is_labelled, fill=False)
+        """Classify the labelled regions with a usable distribution; the logits are float32 [labelled regions, C]."""
+        is_labelled = text_regions.gather(batch.masking.masked_regions.is_labelled, fill=False)
         class_probs = batch.region_labels.class_probs
         if class_probs is None:
             class_probs = [rows.new_zeros(len(rows), self.config.classes) for rows in batch.boxes]
@@ -79,7 +83,7 @@ class MaskedRegions(Objective):
                 f"{self.config.classes}; make them agree."
             )
         is_usable = (probabilities.sum(dim=2) - 1).abs() < 0.1
-        index = (chosen & is_usable).nonzero(as_tuple=True)
+        index = (is_labelled & is_usable).nonzero(as_tuple=True)
         probabilities = probabilities[index]
         logits = self.classify(encoded.regions[index])
         best = probabilities.argmax(dim=1)
@@ -88,30 +92,45 @@ class MaskedRegions(Objective):
             losses = -(probabilities.to(logits.dtype) * logits.log_softmax(dim=1)).sum(dim=1)
         return classified(self.config.weight, index, logits, best, losses)
 
+    @override
     def class_names(self, output: ModelOutput, wordpieces: Sequence[str], masking: PretrainingConfig) -> Sequence[str]:
-        """C names; without known names, the classes are numbered from 0."""
-        names, count = output.class_names, self.config.classes - 1
-        if names is None or len(names) != count or masking.teacher == "file":
-            names = [f"class {row}" for row in range(count)]
-        return ["background", *names] if not masking.has_background_last else [*names, "background"]
+        """Return C names; without known names, the classes are numbered from 0."""
+        names = output.class_names
+        num_classes = self.config.classes - 1  # without the background
+        if names is None or len(names) != num_classes or masking.teacher == "file":
+            names = [f"class {number}" for number in range(num_classes)]
+        if masking.has_background_last:
+            return [*names, "background"]
+        return ["background", *names]
 
+    @override
     def answer(self, output: ModelOutput, logits: Tensor, names: Sequence[str]) -> dict[str, Any]:
-        batch, text_regions = output.batch, output.text_regions
+        """Return `masked_regions`: the boxes that the user masked, with the best classes of each.
+
+        `seen` is the teacher's best class of the unmasked region.
+        """
+        batch = output.batch
+        text_regions = output.text_regions
         is_masked = batch.masking.masked_regions.is_masked[0]
         if int(text_regions.is_masked[0].sum()) < int(is_masked.sum()):
             raise UserError(
                 "Text and regions together are longer than task.config.max_length, and a masked region is truncated; "
                 "shorten the text, or mask fewer regions."
             )
-        classes = top_classes(self.classify(output.encoded.regions[0, text_regions.is_masked[0]]).softmax(dim=1), names)
-        boxes = (batch.boxes[0] / batch.images.scales[0].repeat(2).to(is_masked.device))[is_masked].tolist()
-        seen, class_probs = [None] * len(boxes), batch.region_labels.class_probs
+        masked_states = output.encoded.regions[0, text_regions.is_masked[0]]
+        classes = top_classes(self.classify(masked_states).softmax(dim=1), names)
+        original_boxes = batch.boxes[0] / batch.images.scales[0].repeat(2).to(is_masked.device)
+        boxes = original_boxes[is_masked].tolist()
+        seen_classes = [None] * len(boxes)
+        class_probs = batch.region_labels.class_probs
         if class_probs is not None:
-            seen = [row[0] for row in top_classes(class_probs[0][is_masked], names)]
-        return {
-            "masked_regions": [MaskedRegion(tuple(box), *row) for box, *row in zip(boxes, classes, seen, strict=True)]
-        }
+            seen_classes = [ranked[0] for ranked in top_classes(class_probs[0][is_masked], names)]
+        masked_regions = []
+        for box, ranked, seen in zip(boxes, classes, seen_classes, strict=True):
+            masked_regions.append(MaskedRegion(tuple(box), ranked, seen))
+        return {"masked_regions": masked_regions}
 
+    @override
     def answer_lines(self, prediction: PretrainingPrediction) -> list[str]:
         lines = []
         for number, region in enumerate(prediction.masked_regions, start=1):
@@ -154,6 +173,7 @@ class ObjectLabels(Objective):
         self.output = nn.Linear(sizes.hidden_size, config.classes)
         init_head([self.output], "normal")
 
+    @override
     def check(self, info: DatasetInfo | None, detector: Detector, masking: PretrainingConfig) -> None:
         _check_classes(self.config, detector, masking, detector.num_classes, "classes")
 
@@ -161,10 +181,14 @@ class ObjectLabels(Objective):
         """Return the detector's labels of the candidate boxes, and their confidence."""
         return detected.classes, detected.scores
 
+    @override
     def forward(
         self, targets: Targets, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
-        """The logits are float32 [regions, K]; none if a user masks regions, because they have no labels."""
+        """Classify the regions; the logits are float32 [regions, K].
+
+        Where a user masks regions there are none, because these have no labels.
+        """
         is_used = text_regions.row >= 0
         if self.config.regions == "masked":
             is_used = is_used & text_regions.gather(batch.masking.masked_regions.is_labelled, fill=False)
@@ -173,8 +197,9 @@ class ObjectLabels(Objective):
             is_used = torch.zeros_like(is_used)
             classes = scores = [rows.new_zeros(len(rows), dtype=torch.int64) for rows in batch.boxes]
         if classes is None or (self.config.confidence and scores is None):
+            with_scores = "" if classes is None else " with scores"
             raise UserError(
-                f"The regions have no detected {self.kind}{'' if classes is None else ' with scores'}; use region "
+                f"The regions have no detected {self.kind}{with_scores}; use region "
                 f"features that were extracted with {self.kind}, or a detector that predicts them, or set "
                 f"{self.config.key('weight')} to 0."
             )
@@ -196,9 +221,11 @@ class AttributeLabels(ObjectLabels):
     kind: ClassVar[str] = "attributes"
     config: AttributeLabelsConfig
 
+    @override
     def check(self, info: DatasetInfo | None, detector: Detector, masking: PretrainingConfig) -> None:
         """Do not check the number of attributes, because it is not part of the detector's interface."""
 
+    @override
     def labels_and_scores(self, detected: DetectedLabels) -> tuple[list[Tensor] | None, list[Tensor] | None]:
         return detected.attributes, detected.attribute_scores
 
@@ -222,10 +249,11 @@ class RegionFeatureRegression(Objective):
         self.output = nn.Linear(sizes.hidden_size, sizes.feature_dim)
         init_head([self.output], "normal")
 
+    @override
     def forward(
         self, targets: Targets, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
-        """The logits are the predicted features, float32 [masked regions, D]."""
+        """Predict the features of the masked regions: `logits`, float32 [masked regions, D]."""
         is_masked = text_regions.gather(batch.masking.masked_regions.is_labelled, fill=False)
         index = is_masked.nonzero(as_tuple=True)
         logits = at_least_float32(self.output(encoded.regions[index]))
@@ -236,9 +264,11 @@ class RegionFeatureRegression(Objective):
                 f"use saved features, or set {self.config.key('weight')} to 0."
             )
         truth = text_regions.gather(features, fill=0.0)[index].detach().to(logits.dtype)
-        error = F.smooth_l1_loss if self.config.loss == "smooth_l1" else F.mse_loss
-        each = error(logits, truth, reduction="none").mean(dim=1)
-        counted = is_masked if self.config.average == "masked" else text_regions.row >= 0
-        loss = Loss(self.config.weight * each.sum(), counted.sum().to(each.dtype))
+        if self.config.loss == "smooth_l1":
+            losses = F.smooth_l1_loss(logits, truth, reduction="none").mean(dim=1)
+        else:
+            losses = F.mse_loss(logits, truth, reduction="none").mean(dim=1)
+        is_counted = is_masked if self.config.average == "masked" else text_regions.row >= 0
+        loss = Loss(self.config.weight * losses.sum(), is_counted.sum().to(losses.dtype))
         is_near = (logits - truth).norm(dim=1) < truth.norm(dim=1)
         return ObjectiveOutput(loss, index[0], is_near, logits)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 from torch import Tensor, nn
+from typing_extensions import override
 
 from detector.errors import UserError
 from detector.structures import Detector
@@ -53,37 +54,45 @@ class CaptionReplacement(ObjectivePreprocessor):
 
     config: RelationshipConfig = dataclasses.field(default_factory=RelationshipConfig)
 
+    @override
     def edit_text(self, draft: TextDraft, index: int, generator: np.random.Generator) -> None:
         if draft.sample.from_user or self.config.text_format == "labelled":
             return
-        own, pool = draft.sample.own_texts, draft.sample.pool
+        is_pair = self.config.text_format == "pair"
+        captions = draft.sample.pool
+        image_captions = draft.sample.own_texts  # numbers of the captions of the image
         if generator.random() < self.config.probability:  # a caption of another image, drawn from all captions
-            if len(own) >= len(pool):
+            if len(image_captions) >= len(captions):
                 raise UserError("Captions of other images need at least two images.")
-            found, draft.is_match = index, False
-            while found in own:
-                found = int(generator.integers(len(pool)))
-        elif self.config.text_format == "pair":  # another caption of the same image
-            others = [number for number in own if number != index]
-            found = others[int(generator.integers(len(others)))]
+            draft.is_match = False
+            caption = index
+            while caption in image_captions:
+                caption = int(generator.integers(len(captions)))
+        elif is_pair:  # another caption of the same image
+            others = [number for number in image_captions if number != index]
+            caption = others[int(generator.integers(len(others)))]
         else:
             return
-        if self.config.text_format == "pair":
-            draft.second = pool[found]
+        if is_pair:
+            draft.second = captions[caption]
         else:
-            draft.words = pool[found]
+            draft.words = captions[caption]
 
+    @override
     def targets(self, draft: TextDraft, encoding: TextEncoding) -> MatchTargets:
         if self.config.text_format == "labelled":
+            draft.is_match = draft.is_choice
             truth = None if draft.text is None else draft.text.truth
-            is_labelled = draft.is_choice is None and isinstance(truth, CorrectChoice)
-            draft.is_match = bool(truth.number) if is_labelled else draft.is_choice
+            if draft.is_choice is None and isinstance(truth, CorrectChoice):
+                draft.is_match = bool(truth.number)
         elif isinstance(draft.text, ChoiceText):
             raise UserError(
                 "Questions with choices stay; set task.config.objectives.relationship.text_format to labelled."
             )
         draft.record["is_match"] = draft.is_match
-        return MatchTargets(np.int64(-1 if draft.is_match is None or not draft.has_image else draft.is_match))
+        if draft.is_match is None or not draft.has_image:
+            return MatchTargets(np.int64(NO_LABEL))
+        return MatchTargets(np.int64(draft.is_match))
 
 
 class Relationship(Objective):
@@ -93,33 +102,37 @@ class Relationship(Objective):
 
     def __init__(self, sizes: Sizes, config: RelationshipConfig):
         super().__init__(sizes, config)
-        is_pair = config.text_format == "pair"
-        self.needs = (Ability.SUMMARY_OF_PAIR if is_pair else Ability.SUMMARY_OF_SINGLE,)
+        if config.text_format == "pair":
+            self.needs = (Ability.SUMMARY_OF_PAIR,)
+        else:
+            self.needs = (Ability.SUMMARY_OF_SINGLE,)
         self.head = nn.Linear(sizes.summary_size, 2)
         init_head([self.head], "normal")
 
+    @override
     def preprocessor(self, text_tokenizer: TextTokenizer) -> CaptionReplacement:
         return CaptionReplacement(text_tokenizer, self.config)
 
+    @override
     def check(self, info: DatasetInfo | None, detector: Detector, masking: PretrainingConfig) -> None:
         if info is None or self.config.text_format == "single":
             return
         missing = None
-        if self.config.text_format == "pair" and any(len(texts) < 2 for texts in info.groups):
-            missing = "some images have only one caption"
-        elif self.config.text_format == "labelled" and not any(
-            isinstance(truth, CorrectChoice) for truth in info.truths()
-        ):
+        if self.config.text_format == "pair":
+            if any(len(texts) < 2 for texts in info.groups):
+                missing = "some images have only one caption"
+        elif not any(isinstance(truth, CorrectChoice) for truth in info.truths()):
             missing = "the data have no labels of true texts"
         if missing is not None:
             raise UserError(
                 f"{self.config.key('text_format')} is {self.config.text_format}, but {missing}; set it to single."
             )
 
+    @override
     def forward(
         self, targets: MatchTargets, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
-        """The logits are float32 [labelled texts, 2]: no match, match."""
+        """Classify the labelled texts; the logits are float32 [labelled texts, 2]: no match, match."""
         index = (targets.is_match >= 0).nonzero(as_tuple=True)
         logits = at_least_float32(self.head(encoded.summary[index]))
         return classified(self.config.weight, index, logits, targets.is_match[index])
@@ -143,26 +156,29 @@ class AnswerSampling(ObjectivePreprocessor):
     class_of: Mapping[str, int] = dataclasses.field(default_factory=dict)
     uses_best: bool = False
 
+    @override
     def mask(self, draft: TextDraft, generator: np.random.Generator) -> None:
-        """Sample the target answer; the text is unchanged."""
+        """Choose the target answer; the text is unchanged."""
         if draft.sample.from_user or not draft.is_match or draft.text is None:
             return
         scores = truth_scores(draft.text.truth)
-        if scores is not None:
-            if self.uses_best:
-                listed = known_answers(scores, self.class_of)
-                answer = max(listed, key=listed.get, default=None)
-            else:
-                answer = sample_answer(scores, self.class_of, generator)
-            if answer is not None:
-                draft.record["target_answer"] = answer
+        if scores is None:
+            return
+        if self.uses_best:
+            known_scores = known_answers(scores, self.class_of)
+            answer = max(known_scores, key=known_scores.get, default=None)
+        else:
+            answer = sample_answer(scores, self.class_of, generator)
+        if answer is not None:
+            draft.record["target_answer"] = answer
 
+    @override
     def targets(self, draft: TextDraft, encoding: TextEncoding) -> AnswerLabel:
         return AnswerLabel(np.int64(self.class_of.get(draft.record.get("target_answer"), NO_LABEL)))
 
 
 def truth_scores(truth: Any) -> Mapping[str, float] | None:
-    """The score of each answer to a question, from any kind of truth; None for texts that are not questions.
+    """Return the score of each answer to a question, from any kind of truth; None for texts that are not questions.
 
     Human answers get VQA v2's soft scores after normalisation, and a single right answer gets 1, as in the official
     training files.
@@ -178,14 +194,20 @@ def truth_scores(truth: Any) -> Mapping[str, float] | None:
 
 
 def known_answers(scores: Mapping[str, float], class_of: Mapping[str, int]) -> dict[str, float]:
-    """The answers in the vocabulary, with their scores.
+    """Return the answers in the vocabulary, with their scores.
 
     Answers are first normalised with `simplify_answer`. If two become equal, the score of the one that was changed by
     the normalisation is used, as in the official code.
     """
-    spelled = {answer: score for answer, score in scores.items() if answer == simplify_answer(answer)}
-    spelled |= {simplify_answer(answer): score for answer, score in scores.items() if answer != simplify_answer(answer)}
-    return {answer: score for answer, score in spelled.items() if answer in class_of}
+    unchanged: dict[str, float] = {}
+    changed: dict[str, float] = {}
+    for answer, score in scores.items():
+        simplified = simplify_answer(answer)
+        if simplified == answer:
+            unchanged[answer] = score
+        else:
+            changed[simplified] = score
+    return {answer: score for answer, score in (unchanged | changed).items() if answer in class_of}
 
 
 def sample_answer(
@@ -195,11 +217,13 @@ def sample_answer(
 
     A single answer is returned without using the generator.
     """
-    listed = known_answers(scores, class_of)
-    if len(listed) < 2:
-        return next(iter(listed), None)
-    shares = np.array(list(listed.values()), dtype=np.float64)
-    return list(listed)[int(generator.choice(len(shares), p=shares / shares.sum()))]
+    known_scores = known_answers(scores, class_of)
+    answers = list(known_scores)
+    if len(answers) < 2:
+        return next(iter(answers), None)
+    weights = np.array(list(known_scores.values()), dtype=np.float64)
+    number = int(generator.choice(len(answers), p=weights / weights.sum()))
+    return answers[number]
 
 
 class ImageQA(Objective):
@@ -220,29 +244,34 @@ class ImageQA(Objective):
         transform = Transform(sizes.summary_size, norm=True, width=width)
         self.head = Head(width, len(self.answer_vocabulary), 0.0, "normal", transform=transform)
 
+    @override
     def preprocessor(self, text_tokenizer: TextTokenizer) -> AnswerSampling:
         class_of = {answer: number for number, answer in enumerate(self.answer_vocabulary.answers)}
         return AnswerSampling(text_tokenizer, class_of, uses_best=self.config.label == "best")
 
+    @override
     def check(self, info: DatasetInfo | None, detector: Detector, masking: PretrainingConfig) -> None:
         if info is None:
             return
-        listed = set(self.answer_vocabulary.answers)
-        if not any(
-            simplify_answer(answer) in listed for truth in info.truths() for answer in truth_scores(truth) or ()
-        ):
-            raise UserError(
-                f"No text of the data has an answer in {self.config.key('answers')}; use data with questions, "
-                f"or set {self.config.key('weight')} to 0."
-            )
+        vocabulary = set(self.answer_vocabulary.answers)
+        for truth in info.truths():
+            answers = truth_scores(truth) or ()
+            if any(simplify_answer(answer) in vocabulary for answer in answers):
+                return
+        raise UserError(
+            f"No text of the data has an answer in {self.config.key('answers')}; use data with questions, "
+            f"or set {self.config.key('weight')} to 0."
+        )
 
+    @override
     def forward(
         self, targets: AnswerLabel, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
-        """The logits are float32 [texts with an answer, Y]."""
+        """Classify the texts with an answer; the logits are float32 [texts with an answer, Y]."""
         index = (targets.answer >= 0).nonzero(as_tuple=True)
         logits = at_least_float32(self.head(encoded.summary[index]))
         return classified(self.config.weight, index, logits, targets.answer[index])
 
+    @override
     def class_names(self, output: ModelOutput, wordpieces: Sequence[str], masking: PretrainingConfig) -> Sequence[str]:
         return self.answer_vocabulary.answers

@@ -6,12 +6,14 @@ Shape legend: see `e2e_vl/structures.py`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Int64
 from torch import Tensor
+from typing_extensions import override
 
 from detector.errors import UserError
 from detector.structures import Detector
@@ -45,22 +47,24 @@ class WordLabels(Targets):
 
 @dataclasses.dataclass(frozen=True)
 class WordMasking(ObjectivePreprocessor):
-    """Masks random words of captions; in a user's text only the given [MASK] tokens are predicted."""
+    """Masks random words of captions; in a user's text only its [MASK] tokens are predicted."""
 
     of_images: ClassVar[bool] = True  # masks texts with an image; False: texts without an image
     config: MaskedWordsConfig = dataclasses.field(default_factory=MaskedWordsConfig)
 
+    @override
     def edit_text(self, draft: TextDraft, index: int, generator: np.random.Generator) -> None:
         """Append an answer to the question, separated by one question mark."""
         if self.config.answer == "left_out" or draft.sample.from_user or draft.has_image != self.of_images:
             return
         if isinstance(draft.text.truth, HumanAnswers):
-            given = draft.text.truth.answers
-            answer = given[int(generator.integers(len(given)))]
-            draft.words = (
-                f"{draft.words.rstrip(' ?')} ? {' '.join(answer) if self.config.answer == 'letters' else answer}"
-            )
+            answers = draft.text.truth.answers
+            answer = answers[int(generator.integers(len(answers)))]
+            if self.config.answer == "letters":
+                answer = " ".join(answer)
+            draft.words = f"{draft.words.rstrip(' ?')} ? {answer}"
 
+    @override
     def mask(self, draft: TextDraft, generator: np.random.Generator) -> None:
         if draft.has_image != self.of_images:
             return
@@ -73,13 +77,21 @@ class WordMasking(ObjectivePreprocessor):
     def mask_words(
         self, words: Sequence[Sequence[int]], generator: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and labels after masking with the configured settings, see the function `mask_words`."""
-        tokenizer, config = self.text_tokenizer.tokenizer, self.config
+        """Return ids and labels after masking with the configured settings, see the function `mask_words`."""
+        config = self.config
         if not config.whole_words:
-            words = [[piece] for word in words for piece in word]
-        mask_id, size = tokenizer.mask_token_id, len(tokenizer)
-        return mask_words(words, generator, mask_id, size, config.probability, always_mask=config.always_mask)
+            words = [[piece] for piece in itertools.chain.from_iterable(words)]
+        tokenizer = self.text_tokenizer.tokenizer
+        return mask_words(
+            words,
+            generator,
+            tokenizer.mask_token_id,
+            len(tokenizer),
+            config.probability,
+            always_mask=config.always_mask,
+        )
 
+    @override
     def targets(self, draft: TextDraft, encoding: TextEncoding) -> WordLabels:
         if draft.has_image != self.of_images or draft.labels is None:  # texts of other objectives may have no labels
             return WordLabels(np.full_like(encoding.source, NO_LABEL))
@@ -108,10 +120,11 @@ def mask_words(
         `NO_LABEL` elsewhere.
     """
     lengths = np.array([len(word) for word in words], dtype=np.int64)
-    ids = np.array([piece for word in words for piece in word], dtype=np.int64)
+    ids = np.array(list(itertools.chain.from_iterable(words)), dtype=np.int64)
     drawn = np.repeat(generator.random(len(words)), lengths)
     labels = np.where(drawn < probability, ids, NO_LABEL)
-    masked = drawn < probability * (1.0 if always_mask else 0.8)
+    mask_share = 1.0 if always_mask else 0.8
+    masked = drawn < probability * mask_share
     replaced = (drawn < probability * 0.9) & ~masked & (labels != NO_LABEL)
     ids[masked] = mask_id
     ids[replaced] = generator.integers(vocab_size, size=int(replaced.sum()))
@@ -125,9 +138,11 @@ class MaskedWords(Objective):
     reads_words = True
     config: MaskedWordsConfig
 
+    @override
     def preprocessor(self, text_tokenizer: TextTokenizer) -> WordMasking:
         return WordMasking(text_tokenizer, self.config)
 
+    @override
     def check(self, info: DatasetInfo | None, detector: Detector, masking: PretrainingConfig) -> None:
         reads_answers = info is not None and self.config.answer != "left_out"
         if reads_answers and not any(isinstance(truth, HumanAnswers) for truth in info.truths()):
@@ -136,19 +151,22 @@ class MaskedWords(Objective):
                 "human answers; set it to left_out, or use questions with human answers."
             )
 
+    @override
     def forward(
         self, targets: WordLabels, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput, word_head: MLMHead
     ) -> ObjectiveOutput:
-        """The logits are float32 [masked wordpieces, V]."""
+        """Classify the masked wordpieces; the logits are float32 [masked wordpieces, V]."""
         index = (targets.labels >= 0).nonzero(as_tuple=True)
         logits = at_least_float32(word_head(encoded.text[index], encoded.word_embeddings))
         return classified(self.config.weight, index, logits, targets.labels[index])
 
+    @override
     def class_names(self, output: ModelOutput, wordpieces: Sequence[str], masking: PretrainingConfig) -> Sequence[str]:
         return wordpieces
 
+    @override
     def answer(self, output: ModelOutput, logits: Tensor, names: Sequence[str]) -> dict[str, Any]:
-        """`filled`, the text with the best word at each [MASK], and `masks`."""
+        """Return `filled`, the text with the best word at each [MASK], and `masks`."""
         text = output.batch.records[0]["text"]
         if len(logits) < text.count(MASK):
             raise UserError(
@@ -156,14 +174,18 @@ class MaskedWords(Objective):
                 f"and a {MASK} is truncated; shorten the text."
             )
         masks = top_classes(logits.softmax(dim=1), names)
-        first, *rest = text.split(MASK)
-        best = (words[0][0].removeprefix("##") for words in masks)
-        filled = first + "".join(word + part for word, part in zip(best, rest, strict=True))
+        filled, *rest = text.split(MASK)
+        for ranked_words, words_between in zip(masks, rest, strict=True):
+            best_word = ranked_words[0][0]
+            filled += best_word.removeprefix("##") + words_between
         return {"filled": filled, "masks": masks}
 
+    @override
     def answer_lines(self, prediction: PretrainingPrediction) -> list[str]:
+        if not prediction.masks:
+            return []
         masks = [f"{MASK} {number}: {format_ranked(words)}" for number, words in enumerate(prediction.masks, start=1)]
-        return [prediction.filled, *masks] if masks else []
+        return [prediction.filled, *masks]
 
 
 # Masked language modelling on a text-only corpus, with one corpus text per caption
@@ -176,20 +198,22 @@ class CorpusMasking(WordMasking):
     of_images = False
     config: MaskedTextConfig = dataclasses.field(default_factory=MaskedTextConfig)
 
+    @override
     def extra_texts(self, sample: Sample, generator: np.random.Generator) -> Iterable[tuple[TextDraft, TextEncoding]]:
         if sample.corpus is None:
             return
         words = self.words_from_line(sample.corpus, int(generator.integers(len(sample.corpus))))
         ids, labels = self.mask_words(words, generator)
-        text_tokenizer, kept = dataclasses.replace(self.text_tokenizer, max_length=None), self.config.max_length
+        text_tokenizer = dataclasses.replace(self.text_tokenizer, max_length=None)
+        max_length = self.config.max_length
         if self.config.special_tokens:
-            encoding = text_tokenizer.single(ids[: kept - text_tokenizer.layout.single.num_special])
+            encoding = text_tokenizer.single(ids[: max_length - text_tokenizer.layout.single.num_special])
         else:
-            encoding = text_tokenizer.without_special_tokens(ids[:kept])
+            encoding = text_tokenizer.without_special_tokens(ids[:max_length])
         yield TextDraft("", sample, has_image=False, ids=ids, labels=labels), encoding
 
     def words_from_line(self, corpus: Sequence[str], number: int) -> list[list[int]]:
-        """Wordpieces of each word of the text that begins at a line; the first line follows the last."""
+        """Return the wordpieces of each word of the text that begins at a line; the first line follows the last."""
         words: list[list[int]] = []
         for step in range(len(corpus) * self.config.min_words):
             words += word_pieces(corpus[(number + step) % len(corpus)], self.text_tokenizer.tokenizer)
@@ -203,9 +227,11 @@ class MaskedText(MaskedWords):
 
     config: MaskedTextConfig
 
+    @override
     def preprocessor(self, text_tokenizer: TextTokenizer) -> CorpusMasking:
         return CorpusMasking(text_tokenizer, self.config)
 
+    @override
     def check(self, info: DatasetInfo | None, detector: Detector, masking: PretrainingConfig) -> None:
         if info is not None and info.corpus is None:
             raise UserError(
@@ -214,4 +240,6 @@ class MaskedText(MaskedWords):
                 "task.config.objectives.masked_text=0."
             )
 
-    answer, answer_lines = Objective.answer, Objective.answer_lines  # a user's text has an image
+    # a user's text has an image, so this objective answers nothing
+    answer = Objective.answer
+    answer_lines = Objective.answer_lines
