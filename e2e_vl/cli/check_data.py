@@ -1,4 +1,4 @@
-"""Check the annotation files of a run before training: problems, sizes, and photos shared with other data sets.
+"""Check the annotation files of a run before training: problems, sizes, and images shared with other data sets.
 
     e2e-vl check-data --config configs/refcoco/vl_bert_base.yaml data.root=DATA
     e2e-vl check-data --config configs/refcoco/vl_bert_base.yaml data.root=DATA \\
@@ -9,11 +9,11 @@ Reads all samples of the training and evaluation splits as training does, except
 their sizes are read, and none in archives) and that files of region features are read for a sample of the images.
 Prints the first problems, which training would stop at, and counts images, missing image files, boxes, texts, texts
 longer than data.max_text_length or than the encoder can read, and texts without a known answer.
-Reports photos of the evaluation splits that are also in the training split, in the training splits of other configs
-(--with) or among the training images of the detector (--detector-images). Photos are identified by COCO ids in file
+Reports images of the evaluation splits that are also in the training split, in the training splits of other configs
+(--with) or among the training images of the detector (--detector-images). Images are identified by COCO ids in file
 names and by Visual Genome ids; --visual-genome maps the latter to COCO ids.
 
-The exit status is 1 if there are problems, and with --no-overlap if photos are shared.
+The exit status is 1 if there are problems, and with --no-overlap if images are shared.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class SplitReport:
     split: str
     texts: int = 0
     images: int = 0
-    photos: int = 0  # distinct photos: in joined data sets a photo may have two image ids
+    distinct_images: int = 0  # in joined data sets an image may have two ids
     missing_images: int = 0
     unreadable_images: int = 0  # image files that are damaged or of another format
     too_long: int = 0  # texts truncated to data.max_text_length, or too long for the encoder
@@ -73,14 +73,14 @@ class SplitReport:
     boxes_outside: int = 0  # boxes that exceed their image by more than a pixel
     texts_without_known_answer: int = 0  # texts with no annotated answer in the answer vocabulary
     problems: list[str] = dataclasses.field(default_factory=list)
-    shared: list[str] = dataclasses.field(default_factory=list)  # sentences about photos shared with other data
+    shared: list[str] = dataclasses.field(default_factory=list)  # sentences about images shared with other data
 
     def lines(self, examples: int) -> list[str]:
         """Return the lines that the command prints, with the first `examples` problems."""
         lines = [
-            f"{self.split}: {self.images:,} images of {self.photos:,} photos, {self.missing_images:,} files missing, "
-            f"{self.unreadable_images:,} unreadable; {self.boxes:,} boxes, {self.boxes_outside:,} of them reach "
-            "outside their image",
+            f"{self.split}: {self.images:,} images ({self.distinct_images:,} distinct), {self.missing_images:,} files "
+            f"missing, {self.unreadable_images:,} unreadable; {self.boxes:,} boxes, {self.boxes_outside:,} of them "
+            "reach outside their image",
             f"  {self.texts:,} texts; {self.too_long:,} are too long, {self.texts_without_known_answer:,} have no "
             "answer in the vocabulary",
         ]
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser.add_argument("--visual-genome", **file, help="Visual Genome's image_data.json, with COCO's ids")
     parser.add_argument("--images", type=int, metavar="N", help="read N images of each split (default: all)")
     parser.add_argument("--examples", type=int, default=10, metavar="N", help="problems shown per split (default: 10)")
-    parser.add_argument("--no-overlap", action="store_true", help="exit with status 1 if photos are shared")
+    parser.add_argument("--no-overlap", action="store_true", help="exit with status 1 if images are shared")
     parser.add_argument("--json", **file, help="file for the full report, with all problems")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file")
     args = parse_with_settings(parser, argv)
@@ -227,7 +227,7 @@ class SplitReader:
                 if not any(problem in listed for listed in self.report.problems):
                     self._add_problem(problem)
         self.report.images = len(self.global_ids)
-        self.report.photos = count_distinct_images(self.global_ids.values())
+        self.report.distinct_images = count_distinct_images(self.global_ids.values())
 
     def all_global_ids(self) -> set[GlobalImageId]:
         """Return the global ids of all images that were read."""
@@ -244,7 +244,7 @@ class SplitReader:
             if shared:
                 examples = ", ".join(key.id for key in list(shared)[:3])
                 self.report.shared.append(
-                    f"{count_distinct_images(shared.values()):,} of {self.report.photos:,} photos of "
+                    f"{count_distinct_images(shared.values()):,} of {self.report.distinct_images:,} images of "
                     f"{self.report.split} are in {training_set} (such as {examples})"
                 )
 

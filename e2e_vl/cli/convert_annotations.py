@@ -4,9 +4,9 @@
 
 EXPORT is COCO JSON (CVAT, Label Studio, Roboflow), LabelMe's JSON files, Pascal VOC's XML files (LabelImg), YOLO's
 text files with data.yaml, classes.txt or obj.names, or a CSV file with the columns image, label, x, y, width, height.
-The photos are in OUTPUT/images, or in --images. Expressions have the columns image, box (the id in COCO JSON, else the
+The images are in OUTPUT/images, or in --images. Expressions have the columns image, box (the id in COCO JSON, else the
 number in its file) and text. See docs/your_own_data.md. Writes OUTPUT/instances.json, OUTPUT/refs.json and the page
-OUTPUT/boxes.html with the boxes drawn on the photos, and prints the command that trains on them.
+OUTPUT/boxes.html with the boxes drawn on the images, and prints the command that trains on them.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser = make_parser(__doc__, prog)
     parser.add_argument("export", type=Path, help="file or folder to read")
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--images", type=Path, help="folder of the photos (default: images in --output)")
+    parser.add_argument("--images", type=Path, help="folder of the images (default: images in --output)")
     parser.add_argument("--expressions", type=Path, help="CSV or JSON file of expressions")
-    parser.add_argument("--val", type=float, default=0.2, help="share of photos in the split val (default: 0.2)")
-    parser.add_argument("--skip-missing", action="store_true", help="leave out annotations of photos that are missing")
+    parser.add_argument("--val", type=float, default=0.2, help="share of images in the split val (default: 0.2)")
+    parser.add_argument("--skip-missing", action="store_true", help="leave out annotations of images that are missing")
     args = parser.parse_args(argv)
     if not 0 <= args.val <= 1:
         raise UserError(f"--val {args.val} is not a share between 0 and 1.")
@@ -70,15 +70,15 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     splits = Counter(split_of.values())
     num_expressions = sum(len(ref["sentences"]) for ref in refs)
     print(
-        f"{len(instances['images'])} photos, {len(instances['annotations'])} boxes of "
+        f"{len(instances['images'])} images, {len(instances['annotations'])} boxes of "
         f"{len(instances['categories'])} categories, {num_expressions} expressions about {len(refs)} boxes in "
-        f"{dict(splits)} photos"
+        f"{dict(splits)} images"
     )
     if refs:
         images = None if args.images is None else image_folder.path
         print(_training_command(args.output, images, len(instances["categories"]), sorted(splits)))
     else:
-        print("Photos have several boxes of each category and no expressions about them; give --expressions.")
+        print("Images have several boxes of each category and no expressions about them; give --expressions.")
     print(page)
     return 0
 
@@ -203,14 +203,14 @@ def _find_annotation(
         return None
     candidates = image_folder.candidates(row.image)
     if not candidates and skip_missing:
-        remarks.note("expressions about missing photos are left out", row.where)
+        remarks.note("expressions about missing images are left out", row.where)
         return None
     if len(candidates) != 1:
         remedy = "correct the names"
         if not candidates:
             remedy += ", or leave them out with --skip-missing"
         how_many = len(candidates) or "no"
-        remarks.refuse("photos that are not there or not unique", f"{row.where} ({how_many} {row.image})", remedy)
+        remarks.refuse("images that are not there or not unique", f"{row.where} ({how_many} {row.image})", remedy)
         return None
     boxes = boxes_of.get(candidates[0], {})
     if isinstance(row.box, tuple):
@@ -257,7 +257,7 @@ def _choose_splits(texts: Sequence[_Text], val: float) -> dict[str, str]:
         split_of[image_id] = min(splits)
     if ambiguous:
         examples = list_examples(ambiguous)
-        raise UserError(f"Photos have several splits ({len(ambiguous)}): {examples}; give each one split.")
+        raise UserError(f"Images have several splits ({len(ambiguous)}): {examples}; give each one split.")
     return split_of
 
 

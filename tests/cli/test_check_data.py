@@ -184,10 +184,10 @@ def test_images_of_other_data_sets_and_of_the_detector_are_found(tiny_data):
     other = replaced(settings("vqa", tiny_data), data=data | {"train_split": "val"})
     _, val = check(config, {"other.yaml": other}, {GlobalImageId("coco", "1")})
     [sentence] = val.shared
-    assert sentence.startswith("6 of 6 photos of val are in the training split val of other.yaml (such as ")
+    assert sentence.startswith("6 of 6 images of val are in the training split val of other.yaml (such as ")
     images = json.loads((tiny_data / "refcoco+" / "instances.json").read_text())["images"]
     _, val = check(config, detector_ids={GlobalImageId("coco", str(row["id"])) for row in images})
-    assert val.shared[0].startswith("6 of 6 photos of val are in the detector's training images")
+    assert val.shared[0].startswith("6 of 6 images of val are in the detector's training images")
 
 
 def words(root: Path, *more: object) -> list[str]:
@@ -198,14 +198,14 @@ def test_command(tiny_data, data, tmp_path, capsys):
     output = tmp_path / "new" / "found.json"
     assert tool.main(words(tiny_data, "--json", output)) == 0
     printed = capsys.readouterr().out
-    assert "val: " in printed and "6 images of 6 photos" in printed and "no problem found" in printed
+    assert "val: " in printed and "6 images (6 distinct)" in printed and "no problem found" in printed
     assert [split["images"] for split in json.loads(output.read_text())["splits"]] == [12, 6]
 
     other = tmp_path / "other.yaml"
     detector = f"detector: {{config: {ROOT / 'configs' / 'detector' / 'tiny.yaml'}}}"
     other.write_text(f"base: {TINY / 'vqa.yaml'}\ndata: {{root: {tiny_data}, train_split: val}}\n{detector}\n")
     assert tool.main(words(tiny_data, "--with", other)) == 0
-    assert "SHARED: 6 of 6 photos of val are in the training split val of" in capsys.readouterr().out
+    assert "SHARED: 6 of 6 images of val are in the training split val of" in capsys.readouterr().out
     assert tool.main(words(tiny_data, "--with", other, "--no-overlap")) == 1
 
     for path in (data / "images" / "train2014").iterdir():

@@ -185,7 +185,7 @@ def test_expressions_name_a_box_by_its_id_or_its_place(tmp_path, photos, capsys)
     split = split_of[2, "the thin pen"]
     assert split_of == {(3, "mug alone"): "test", (2, "the thin pen"): split, (2, "the pen, lying"): split}
     printed = capsys.readouterr().out
-    assert "2 photos, 3 boxes of 2 categories, 3 expressions about 2 boxes" in printed
+    assert "2 images, 3 boxes of 2 categories, 3 expressions about 2 boxes" in printed
     assert "e2e-vl train --config configs/own_data/refcoco.yaml" in printed and "NUM_CLASSES=2" in printed
     rows = [{"image": "a.jpg", "box": [10, 20, 30, 40], "text": "cup"}, {"image": "b", "box": 2, "text": "c"}]
     texts.with_suffix(".json").write_text(json.dumps(rows))
@@ -327,7 +327,7 @@ READ = {  # what is odd -> files of the export, the boxes of a.jpg, part of what
     "polygon": (coco_of({"bbox": [], "segmentation": [[1, 2, 30, 2, 30, 40]]}), [[1, 2, 29, 38]], ""),
     "maybe corners": (coco_of({"bbox": [60, 50, 90, 75]}), [[60, 50, 40, 30]], "look like corners"),
     "outside at the left": (coco_of({"bbox": [-5, -5, 30, 40]}), [[0, 0, 25, 35]], "training: boxes were clipped"),
-    "corners outside": ({"b.csv": CORNERS}, [[x, 2, 100 - x, 76] for x in (10, 11, 12)], "clipped to their photos (3)"),
+    "corners outside": ({"b.csv": CORNERS}, [[x, 2, 100 - x, 76] for x in (10, 11, 12)], "clipped to their images (3)"),
     "number as a label": (labelme_of({"label": 3}), [[1, 2, 29, 38]], ""),
     "repeated": (coco_of({}, {}), [[10, 20, 30, 40]], "repeat an earlier one are left out (1)"),
     "group": (coco_of({"iscrowd": 1}), [[10, 20, 30, 40]], "groups (iscrowd)"),
@@ -337,14 +337,14 @@ READ = {  # what is odd -> files of the export, the boxes of a.jpg, part of what
         [[10, 20, 30, 40]],
         "beside those of COCO are not read (1)",
     ),
-    "another photo": ({"b.json": labelme_of({})["a.json"]}, [[1, 2, 29, 38]], "name another photo"),
+    "another photo": ({"b.json": labelme_of({})["a.json"]}, [[1, 2, 29, 38]], "name another image"),
     "converted photo": (coco_of({}, name="a.HEIC"), [[10, 20, 30, 40]], "another suffix than in the export (1)"),
     "two folders": (
         {f"{part}/a.json": labelme_of({})["a.json"] for part in "xy"},
         [[1, 2, 29, 38]],
         "several annotation",
     ),
-    "clipped": (coco_of({"bbox": [90, 70, 20, 20]}), [[90, 70, 10, 10]], "clipped to their photos (1)"),
+    "clipped": (coco_of({"bbox": [90, 70, 20, 20]}), [[90, 70, 10, 10]], "clipped to their images (1)"),
     "no size": (labelme_of({}, imageWidth=None), [[1, 2, 29, 38]], ""),
     "circle": (labelme_of({"shape_type": "circle", "points": [[50, 40], [50, 50]]}), [[40, 30, 20, 20]], ""),
     "point": (labelme_of({}, {"shape_type": "point", "points": [[1, 2]]}), [[1, 2, 29, 38]], "points and lines"),
@@ -406,7 +406,7 @@ def test_missing_photos_are_all_named_or_left_out(tmp_path, photos, capsys):
     message = capsys.readouterr().err
     assert "(14): 0.jpg; 1.jpg" in message and "11.jpg and 2 more" in message and "--skip-missing" in message
     assert convert_files(tmp_path, photos, {"b.csv": rows}, "--skip-missing") == (0, [[10, 20, 30, 40]])
-    assert "missing photos are left out (14)" in capsys.readouterr().out
+    assert "missing images are left out (14)" in capsys.readouterr().out
     assert convert_files(tmp_path, photos, {"b.csv": rows.replace("a.jpg", "z.jpg")}, "--skip-missing")[0] == 2
 
 
@@ -452,7 +452,7 @@ def test_the_page_shows_the_boxes_and_what_was_changed(tmp_path, photos):
     assert convert_files(tmp_path, photos, {"b.csv": rows})[0] == 0
     page = (photos.parent / "boxes.html").read_text(encoding="utf-8")
     assert page.count("data:image/jpeg;base64") == 1 and "No picture" in page
-    assert "boxes were clipped to their photos (1)" in page and "“&lt;b&gt;”" in page
+    assert "boxes were clipped to their images (1)" in page and "“&lt;b&gt;”" in page
 
 
 WRONG_EXPRESSIONS = [

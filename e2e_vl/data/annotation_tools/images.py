@@ -70,7 +70,7 @@ class ImageFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         if not path.is_dir():
-            raise MissingFileError(f"{path}: no such folder; put the photos there, or give their folder as --images.")
+            raise MissingFileError(f"{path}: no such folder; put the images there, or give their folder as --images.")
         self._read: dict[str, UprightImage] = {}
         self._by_name: dict[str, list[PurePosixPath]] = {}
         self._by_stem: dict[str, list[PurePosixPath]] = {}

@@ -106,26 +106,26 @@ def _find_images(
         if not candidates:
             candidates = [file for file in image_folder.with_another_suffix(image) if file not in named_files]
             if candidates:
-                remarks.note("photos have another suffix than in the export", image)
+                remarks.note("images have another suffix than in the export", image)
         namesakes = image_folder.candidates(other_name) if other_name else []
         if not candidates and namesakes:
             candidates = namesakes
-            remarks.note("renamed photos were found by the names of their annotation files", image)
+            remarks.note("renamed images were found by the names of their annotation files", image)
         elif namesakes and set(namesakes).isdisjoint(candidates):
             record = f"{other_name} ({image})"
-            remarks.note("annotation files name another photo than the one with their own name", record)
+            remarks.note("annotation files name another image than the one with their own name", record)
         if len(candidates) == 1:
             image_of[image, other_name] = image_folder.read(candidates[0])
         elif candidates:
-            remedy = "rename photos, or write their folders in the names"
-            remarks.refuse("names that several photos have", f"{image} ({', '.join(candidates)})", remedy)
+            remedy = "rename images, or write their folders in the names"
+            remarks.refuse("names that several images have", f"{image} ({', '.join(candidates)})", remedy)
         else:
             missing.add((image, other_name))
             if not skip_missing:
                 _refuse_missing(image, image_folder, remarks)
     for annotation in annotations:
         if skip_missing and _image_names(annotation) in missing:
-            remarks.note("boxes of missing photos are left out", annotation.where)
+            remarks.note("boxes of missing images are left out", annotation.where)
     _check_files_of_images(image_of, remarks)
     return image_of
 
@@ -134,10 +134,10 @@ def _refuse_missing(image: str, image_folder: ImageFolder, remarks: Remarks) -> 
     in_other_formats = image_folder.in_other_formats(image)
     if in_other_formats:
         remedy = "save them as JPEG or PNG, or leave them out with --skip-missing"
-        remarks.refuse("photos in a format that is not read", ", ".join(in_other_formats), remedy)
+        remarks.refuse("images in a format that is not read", ", ".join(in_other_formats), remedy)
     else:
         remedy = "put them there, give their folder as --images, or leave them out with --skip-missing"
-        remarks.refuse(f"photos that are not in {image_folder.path}", image, remedy)
+        remarks.refuse(f"images that are not in {image_folder.path}", image, remedy)
 
 
 def _check_files_of_images(image_of: Mapping[tuple[str, str], UprightImage], remarks: Remarks) -> None:
@@ -152,10 +152,10 @@ def _check_files_of_images(image_of: Mapping[tuple[str, str], UprightImage], rem
     for image_name, files in files_of.items():
         record = f"{image_name} ({', '.join(files)})"
         if len({PurePosixPath(file).name for file in files}) > 1:
-            remedy = "correct the names of photos in the files, or keep one of the files"
-            remarks.refuse("photos that several annotation files name", record, remedy)
+            remedy = "correct the names of images in the files, or keep one of the files"
+            remarks.refuse("images that several annotation files name", record, remedy)
         elif len(files) > 1:
-            remarks.note("photos have several annotation files, whose boxes are joined", record)
+            remarks.note("images have several annotation files, whose boxes are joined", record)
 
 
 def _turn_upright(
@@ -178,7 +178,7 @@ def _turn_upright(
             swapped.append((image, rows))
             continue
         sizes = "annotated as {} x {} pixels, but it has {} x {}".format(*annotated_size, *image.size)
-        remarks.refuse("photos of another size", f"{image.name} ({sizes})", "use the photos that were annotated")
+        remarks.refuse("images of another size", f"{image.name} ({sizes})", "use the images that were annotated")
 
     fit_only_upright = []
     fit_only_raster = []
@@ -190,9 +190,9 @@ def _turn_upright(
     are_all_upright = any(fit_only_upright) and not any(fit_only_raster)
     for (image, rows), is_upright in zip(swapped, fit_only_upright, strict=True):
         if are_all_upright or is_upright:
-            remarks.note("upright photos have swapped sides in the export", image.name)
+            remarks.note("upright images have swapped sides in the export", image.name)
         else:
-            remarks.note("photos were annotated as stored, so their boxes were turned upright (EXIF)", image.name)
+            remarks.note("images were annotated as stored, so their boxes were turned upright (EXIF)", image.name)
             corners[rows] = image.turn_upright(corners[rows])
 
 
@@ -216,7 +216,7 @@ def _check_convention(
             where = annotations[row].where
             if len(outside) >= _FEWEST_CORNERS:
                 problem = (
-                    "boxes [x, y, width, height] outside their photos that fit as corners [xmin, ymin, xmax, ymax]"
+                    "boxes [x, y, width, height] outside their images that fit as corners [xmin, ymin, xmax, ymax]"
                 )
                 remarks.refuse(problem, where, "export or name them as what they are")
             else:
@@ -241,10 +241,10 @@ def _clip(where: str, corners: np.ndarray, image_size: tuple[int, int], remarks:
     if box[2] <= 0 or box[3] <= 0:
         details = f"{where} ([{x1:g}, {y1:g}, {x2:g}, {y2:g}] in {image_width} x {image_height})"
         is_outside = width <= 0 or height <= 0
-        problem = "boxes outside their photos" if is_outside else "boxes smaller than a hundredth of a pixel"
+        problem = "boxes outside their images" if is_outside else "boxes smaller than a hundredth of a pixel"
         remarks.refuse(problem, details)
     elif max(box[2:]) < _SMALL:
         remarks.note("boxes have less than 2 x 2 pixels", where)
     elif reach_outside(corners[None], np.array(image_size)).any():
-        remarks.note("boxes were clipped to their photos", where)
+        remarks.note("boxes were clipped to their images", where)
     return box
