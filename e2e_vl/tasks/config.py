@@ -146,8 +146,19 @@ class NLVR2Config(Config, frozen=True):
 
 
 NEUTRAL_NAMES = (
-    *("Casey", "Riley", "Jessie", "Jackie", "Avery", "Jaime", "Peyton", "Kerry"),
-    *("Jody", "Kendall", "Frankie", "Pat", "Quinn"),
+    "Casey",
+    "Riley",
+    "Jessie",
+    "Jackie",
+    "Avery",
+    "Jaime",
+    "Peyton",
+    "Kerry",
+    "Jody",
+    "Kendall",
+    "Frankie",
+    "Pat",
+    "Quinn",
 )
 
 
@@ -203,13 +214,12 @@ class ObjectiveConfig(Config, frozen=True):
 
     name: ClassVar[str] = "<name>"  # its key in `objectives`
     weight: NonNegativeFloat = 0.0
-    start_fraction: Fraction = (
-        0.0  # share of the schedule before which its weight in training is 0 (LXMERT's paper: 0.5)
-    )
+    # share of the schedule before which its weight in training is 0 (LXMERT's paper: 0.5)
+    start_fraction: Fraction = 0.0
 
     @classmethod
     def key(cls, field: str) -> str:
-        """The dotted key of a setting."""
+        """Return the dotted key of a setting."""
         return f"task.config.objectives.{cls.name}.{field}"
 
 
@@ -362,14 +372,12 @@ class PretrainingConfig(Config, frozen=True):
             raise UserError("mask_probability and replace_probability together must not be above 1")
         for name in self.objectives:
             check_name(name, OBJECTIVES, "objective")
-        given = {
-            name: {"weight": values} if isinstance(values, int | float) else values
-            for name, values in self.objectives.items()
-        }
-        objectives = {
-            name: decode(given.get(name, {}), part.config_class, f"objectives.{name}")
-            for name, part in OBJECTIVES.items()
-        }
+        objectives = {}
+        for name, entry in OBJECTIVES.items():
+            values = self.objectives.get(name, {})
+            if isinstance(values, int | float):
+                values = {"weight": values}
+            objectives[name] = decode(values, entry.config_class, f"objectives.{name}")
         msgspec.structs.force_setattr(self, "objectives", objectives)
 
     @property

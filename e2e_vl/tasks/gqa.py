@@ -50,8 +50,10 @@ class GQAVocabulary(QuestionVocabulary):
 
     @override
     def labels_of(self, truth: Any, *, mirrored: bool = False) -> AnswerLabels | None:
-        answer = truth.answer if isinstance(truth, CorrectAnswer) else None
-        if isinstance(truth, ScoredAnswers):
+        answer = None
+        if isinstance(truth, CorrectAnswer):
+            answer = truth.answer
+        elif isinstance(truth, ScoredAnswers):
             answer = max(truth.scores, key=truth.scores.get, default=None)
         if answer is None:
             return None
@@ -90,9 +92,9 @@ class GQATask(AnswerTask):
         """
         predictions = super().predict(output, top_k)
         for prediction, attended in zip(predictions, self._attended(output), strict=True):
-            named = prediction.metadata.pop("named_boxes", None)
-            if named is not None and attended is not None:
-                prediction.grounding = grounding(named, attended)
+            named_boxes = prediction.metadata.pop("named_boxes", None)
+            if named_boxes is not None and attended is not None:
+                prediction.grounding = grounding(named_boxes, attended)
             choices = prediction.metadata.pop("choices", None)
             if choices is not None:
                 prediction.is_valid = belongs(prediction.answer, choices["valid"], prediction.types)
@@ -103,24 +105,30 @@ class GQATask(AnswerTask):
     def _loss(self, logits: Float[Tensor, "M Y"], targets: AnswerTargets) -> Loss:
         if self.config.loss != "softmax_times_answers":
             return super()._loss(logits, targets)
-        logits, best = targets.with_target(logits), targets.with_target(targets.best)
+        logits = targets.with_target(logits)
+        best = targets.with_target(targets.best)
         if self.config.unlisted_is_first:
             best = best.clamp(min=0)
         total = F.cross_entropy(logits, best, ignore_index=-1, reduction="sum") * len(self.answers)
         return Loss(total=total, count=(best >= 0).sum().to(logits.dtype))
 
     def _attended(self, output: ModelOutput) -> list[list[tuple[list[float], float]] | None]:
-        """Regions of each text, relative to the image's width and height, with their attention; None without maps."""
-        texts, text_regions = output.batch.texts, output.text_regions
+        """Return the boxes of each text, relative to the image's width and height, with their attention.
+
+        It is None for each text without attention maps.
+        """
+        texts = output.batch.texts
+        text_regions = output.text_regions
         if not self.config.grounding or output.encoded.attentions is None:
             return [None] * len(texts)
-        shares = text_regions.boxes / text_regions.image_sizes.flip(-1).repeat(1, 1, 2)
+        relative_boxes = text_regions.boxes / text_regions.image_sizes.flip(-1).repeat(1, 1, 2)
         attention = attention_to_regions(output.encoded, texts, text_regions.attention_mask)
-        has_area = text_regions.attention_mask & (shares[..., 2:] > shares[..., :2]).all(dim=-1)
-        return [
-            list(zip(shares[row][kept].tolist(), attention[row][kept].tolist(), strict=True))
-            for row, kept in enumerate(has_area)
-        ]
+        has_area = text_regions.attention_mask & (relative_boxes[..., 2:] > relative_boxes[..., :2]).all(dim=-1)
+        attended = []
+        for row, rows_with_area in enumerate(has_area):
+            boxes = relative_boxes[row, rows_with_area].tolist()
+            attended.append(list(zip(boxes, attention[row, rows_with_area].tolist(), strict=True)))
+        return attended
 
     @override
     def correctness(self, prediction: GQAPrediction) -> float | None:
@@ -128,11 +136,14 @@ class GQATask(AnswerTask):
 
     @override
     def describe(self, prediction: GQAPrediction) -> PredictionSummary:
+        note = ""
+        if not prediction.is_balanced:
+            note = "not balanced: only used for the consistency of balanced questions"
         return PredictionSummary(
             prediction.text,
             prediction.answer,
             prediction.score,
             prediction.right_answer or "",
-            "" if prediction.is_balanced else "not balanced: only used for the consistency of balanced questions",
+            note,
             prediction.types.get("structural", ""),
         )

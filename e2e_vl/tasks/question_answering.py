@@ -64,14 +64,14 @@ class QuestionVocabulary(AnswerVocabulary, abc.ABC):
 
     @abc.abstractmethod
     def labels_of(self, truth: Any, *, mirrored: bool = False) -> AnswerLabels | None:
-        """Labels from the ground truth; None if it is unknown. With `mirrored`, "left" and "right" are swapped."""
+        """Make labels from the ground truth; None if it is unknown. `mirrored`: "left" and "right" are swapped."""
 
     def spell(self, answer: str) -> str:
-        """An answer as the vocabulary spells it, if it has it; those of Visual Genome are whole sentences."""
+        """Spell an answer as the vocabulary does, if it has it; answers of Visual Genome are whole sentences."""
         return answer if answer in self.class_of else simplify_answer(answer)
 
     def targets_of(self, scores: Mapping[str, float]) -> Float[np.ndarray, " Y"]:
-        """float32 targets of all answers; scores of answers outside the vocabulary are dropped."""
+        """Return float32 targets of all answers; scores of answers outside the vocabulary are dropped."""
         targets = np.zeros(len(self.answers), dtype=np.float32)
         for answer, score in scores.items():
             if answer in self.class_of:
@@ -101,7 +101,9 @@ class AnswerPreprocessor(Preprocessor):
     @override
     def truth_record(self, truth: Any, *, flipped: bool) -> dict[str, Any]:
         labels = self.answers.labels_of(truth, mirrored=flipped)
-        return {} if labels is None else labels.record
+        if labels is None:
+            return {}
+        return labels.record
 
     @override
     def placeholder_targets(self) -> AnswerTargets:
@@ -139,11 +141,14 @@ class AnswerTask(Task):
         self.config = config
         self.answer_vocabulary = self.make_vocabulary(config.answers)
         self.answers = self.answer_vocabulary.answers
-        width = config.head_width * summary_size if config.hidden_layer else summary_size
-        transform = Transform(summary_size, norm=True, width=width) if config.hidden_layer else None
-        self.head = Head(width, len(self.answers), config.dropout, config.head_init, transform=transform)
-        if transform is None:  # only a head with a hidden layer matches the pre-training head
+        width = summary_size
+        transform = None
+        if config.hidden_layer:
+            width = config.head_width * summary_size
+            transform = Transform(summary_size, norm=True, width=width)
+        else:  # only a head with a hidden layer matches the pre-training head
             self.init_from = None
+        self.head = Head(width, len(self.answers), config.dropout, config.head_init, transform=transform)
 
     @classmethod
     @override
@@ -157,8 +162,9 @@ class AnswerTask(Task):
     @property
     @override
     def needs(self) -> tuple[Ability, ...]:
-        words = (Ability.WORD_EMBEDDINGS,) if self.config.init_from_words else ()
-        return (Ability.SUMMARY_OF_QUESTION, *words)
+        if self.config.init_from_words:
+            return (Ability.SUMMARY_OF_QUESTION, Ability.WORD_EMBEDDINGS)
+        return (Ability.SUMMARY_OF_QUESTION,)
 
     @override
     def preprocessor(self, text_tokenizer: TextTokenizer) -> AnswerPreprocessor:
@@ -186,8 +192,13 @@ class AnswerTask(Task):
 
         Such questions do not contribute to the softmax loss; for the others see `AnswerConfig.skip_unlisted`.
         """
-        labels = [one for one in map(self.answer_vocabulary.labels_of, info.truths()) if one is not None]
-        total, without = len(labels), sum(one.best == -1 for one in labels)
+        total = 0
+        without = 0
+        for truth in info.truths():
+            labels = self.answer_vocabulary.labels_of(truth)
+            if labels is not None:
+                total += 1
+                without += labels.best == -1
         if not without:
             return
         if without == total:
@@ -199,7 +210,10 @@ class AnswerTask(Task):
         logger.log(
             logging.WARNING if share > MANY_UNKNOWN else logging.INFO,
             "%d of %d training questions (%.1f %%) have no answer in the vocabulary of %d (task.config.answers).",
-            *(without, total, 100 * share, len(self.answers)),
+            without,
+            total,
+            100 * share,
+            len(self.answers),
         )
 
     def forward(self, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
@@ -223,7 +237,8 @@ class AnswerTask(Task):
         scores = targets.with_target(targets.scores).to(logits)
         if self.config.skip_unlisted:
             is_listed = targets.with_target(targets.best) >= 0
-            logits, scores = logits[is_listed], scores[is_listed]
+            logits = logits[is_listed]
+            scores = scores[is_listed]
         if self.config.loss == "binary":
             total = F.binary_cross_entropy_with_logits(logits, scores, reduction="sum")
         else:  # "divergence": targets of 0 do not contribute
@@ -242,19 +257,19 @@ class AnswerTask(Task):
         equal scores, the first answer in the vocabulary wins, as in the arg-max of the official code.
         """
         logits = output.task.logits
-        shares = logits.sigmoid() if self.config.loss == "binary" else logits.softmax(dim=1)
-        is_barred = not self.config.unknown_can_win
-        unknown = torch.tensor([is_barred and answer == UNKNOWN for answer in self.answers], device=logits.device)
-        number = self.config.top_answers if top_k is None else top_k
-        number = min(number, len(self.answers) - int(unknown.sum()))
-        ranked = logits.masked_fill(unknown, -torch.inf).sort(dim=1, descending=True, stable=True)
-        best = ranked.indices[:, :number]
+        probabilities = logits.sigmoid() if self.config.loss == "binary" else logits.softmax(dim=1)
+        cannot_win = [answer == UNKNOWN and not self.config.unknown_can_win for answer in self.answers]
+        if top_k is None:
+            top_k = self.config.top_answers
+        top_k = min(top_k, len(self.answers) - sum(cannot_win))
+        logits = logits.masked_fill(torch.tensor(cannot_win, device=logits.device), -torch.inf)
+        best = logits.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+        best_scores = probabilities.gather(1, best)
         predictions = []
-        best_scores = shares.gather(1, best)
         for record, classes, scores in zip(output.batch.records, best.tolist(), best_scores.tolist(), strict=True):
-            top = [(self.answers[number], score) for number, score in zip(classes, scores, strict=True)]
-            answer, score = top[0]
-            predictions.append(self.prediction(record, answer=answer, score=score, top_answers=top))
+            top_answers = [(self.answers[number], score) for number, score in zip(classes, scores, strict=True)]
+            answer, score = top_answers[0]
+            predictions.append(self.prediction(record, answer=answer, score=score, top_answers=top_answers))
         return predictions
 
     @override

@@ -162,12 +162,13 @@ class ReferringTask(Task):
             if config.null_candidate:
                 positive = torch.cat([positive, (batch.targets.boxes.counts == 0)[:, None]], dim=1)
             positive &= candidates
-            loss = self._binary_loss if config.loss == "binary" else self._softmax_loss
-            losses["referring"] = loss(*map(batch.targets.with_target, (scores, positive, candidates)))
+            with_target = batch.targets.with_target
+            compute_loss = self._binary_loss if config.loss == "binary" else self._softmax_loss
+            losses["referring"] = compute_loss(with_target(scores), with_target(positive), with_target(candidates))
         return TaskOutput(losses=losses, logits=scores.masked_fill(~candidates, -torch.inf))
 
     def positive_regions(self, text_regions: TextRegions, referred: Ragged) -> Bool[Tensor, "M R"]:
-        """Regions whose IoU with a referred box is greater than `positive_iou`."""
+        """Return whether the IoU of each region with a referred box is greater than `positive_iou`."""
         iou_of_each = torch.vmap(functools.partial(pairwise_iou, plus_one=self.config.plus_one))
         boxes = text_regions.boxes[referred.owner]  # one row per referred box
         fits = iou_of_each(boxes, referred.values[:, None])[..., 0] > self.config.positive_iou
@@ -202,8 +203,8 @@ class ReferringTask(Task):
         batch = output.batch
         logits = output.task.logits
         text_regions = output.text_regions
-        regions = text_regions.boxes.shape[1]
-        candidates = (logits > -torch.inf)[:, :regions]
+        num_regions = text_regions.boxes.shape[1]
+        candidates = (logits > -torch.inf)[:, :num_regions]
         if not self.config.allow_no_regions:
             for row in (~candidates.any(dim=1)).nonzero().flatten().tolist():
                 names = [batch.images.names[index] for index in batch.image_index[row].tolist() if index >= 0]
@@ -212,27 +213,40 @@ class ReferringTask(Task):
                     "boxes, keep at least one detection per image, or set the task's allow_no_regions."
                 )
         boxes = text_regions.original_boxes(batch.images.scales).cpu()
-        shares = (logits.sigmoid() if self.config.loss == "binary" else logits.softmax(dim=1)).cpu()
-        classes = class_names_of(output)
+        probabilities = logits.sigmoid() if self.config.loss == "binary" else logits.softmax(dim=1)
+        probabilities = probabilities.cpu()
+        class_names = class_names_of(output)
         predictions = []
-        for row, (winner, kept) in enumerate(zip(logits.argmax(dim=1).tolist(), candidates.cpu(), strict=True)):
-            has_box = bool(kept.any()) and winner < regions
+        for row, (winner, is_candidate) in enumerate(zip(logits.argmax(dim=1).tolist(), candidates.cpu(), strict=True)):
+            is_null = winner == num_regions
+            has_box = bool(is_candidate.any()) and not is_null
+            box = None
+            score = 0.0
+            detected_class = None
+            null_score = None
+            if has_box:
+                box = boxes[row, winner].tolist()
+                detected_class = class_names[row][winner] or None
+            if has_box or is_null:
+                score = float(probabilities[row, winner])
+            if self.config.null_candidate:
+                null_score = float(probabilities[row, -1])
             predictions.append(
                 self.prediction(
                     batch.records[row],
-                    box=boxes[row, winner].tolist() if has_box else None,
-                    score=float(shares[row, winner]) if has_box or winner == regions else 0.0,
-                    null_score=float(shares[row, -1]) if self.config.null_candidate else None,
-                    detected_class=(classes[row][winner] or None) if has_box else None,
-                    candidate_boxes=boxes[row, kept].tolist(),
-                    candidate_scores=shares[row, :regions][kept].tolist(),
+                    box=box,
+                    score=score,
+                    null_score=null_score,
+                    detected_class=detected_class,
+                    candidate_boxes=boxes[row, is_candidate].tolist(),
+                    candidate_scores=probabilities[row, :num_regions][is_candidate].tolist(),
                 )
             )
         return predictions
 
     @override
     def correctness(self, prediction: ReferringPrediction) -> float | None:
-        """1 if the predicted box is correct under the task's IoU convention, else 0; None if the truth is unknown."""
+        """Return 1 if the predicted box is correct under the task's IoU convention, else 0; None: unknown truth."""
         if prediction.targets == ():
             return float(prediction.box is None)
         if prediction.targets is None and prediction.ann_id is None:
@@ -245,7 +259,7 @@ class ReferringTask(Task):
 
     @override
     def certainty(self, prediction: ReferringPrediction) -> float:
-        """The score of the answer; of a box with the softmax loss, that of all candidates at the same place.
+        """Return the score of the answer; of a box with the softmax loss, that of all candidates at the same place.
 
         Detections of one object share its softmax score, so other boxes at the same place confirm the answer. They do
         not confirm a box with less than half of the score, which would look wrong without a mark.
@@ -254,60 +268,80 @@ class ReferringTask(Task):
         if prediction.box is None or not has_most or not prediction.candidate_scores:
             return prediction.score
         overlaps = pairwise_iou(np.array([prediction.box]), np.array(prediction.candidate_boxes))[0]
-        return min(float(np.array(prediction.candidate_scores)[overlaps >= SAME_PLACE].sum()), 1.0)
+        confirming_scores = np.array(prediction.candidate_scores)[overlaps >= SAME_PLACE]
+        return min(float(confirming_scores.sum()), 1.0)
 
     @override
     def ranked(self, prediction: ReferringPrediction) -> Ranked:
-        """The predicted box as text, with its score."""
+        """Return the predicted box as text, with its score."""
         if prediction.box is None:
-            return () if prediction.null_score is None else ((NOTHING, prediction.null_score),)
+            if prediction.null_score is None:
+                return ()
+            return ((NOTHING, prediction.null_score),)
         x1, y1, x2, y2 = (round(value, 1) for value in prediction.box)
         return ((f"x {x1} to {x2}, y {y1} to {y2}", prediction.score),)
 
     @override
     def answer_lines(self, prediction: ReferringPrediction) -> list[str]:
-        """The predicted box, or that nothing fits, and its score as one line of text."""
+        """Return the predicted box, or that nothing fits, and its score as one line of text."""
         return super().answer_lines(prediction) or ["nothing: there are no candidate regions"]
 
     @override
     def draw(self, prediction: ReferringPrediction) -> np.ndarray:
-        """The true box in green, the predicted box in blue (wrong: red), phrases in other colours.
+        """Draw the true box in green, the predicted box in blue (wrong: red), phrases in other colours.
 
         The first phrase usually refers to the answer itself; it is left out if its box is the predicted one. Boxes of
         unsure phrases are dashed, see `phrase_boxes`, and so is the box of an unsure answer.
         """
-        box, phrases = prediction.box, prediction.grounded
-        chosen = f"chosen: {prediction.detected_class}" if prediction.detected_class else "chosen"
-        meant = f"meant: {prediction.category}" if prediction.category else "meant"
-        marks: list[tuple[Box, str, Colour, bool]] = []
-        marks += [(target, meant, GREEN, False) for target in prediction.targets or ()]
+        box = prediction.box
+        phrases = prediction.grounded
+        boxes: list[Box] = []
+        labels: list[str] = []
+        colours: list[Colour] = []
+        dashed: list[bool] = []
+        for target in prediction.targets or ():
+            boxes.append(target)
+            labels.append(f"meant: {prediction.category}" if prediction.category else "meant")
+            colours.append(GREEN)
+            dashed.append(False)
         if box is not None:
-            label = f"{chosen} {prediction.score:.2f}" + (", unsure" if prediction.is_unsure else "")
-            marks.append((box, label, BLUE if prediction.correct else RED, prediction.is_unsure))
-        names_answer = box is not None and bool(phrases) and phrases[0].box is not None
-        first = 1 if names_answer and np.allclose(phrases[0].box, box, atol=0.5) else 0  # the boxes are rounded
-        others = zip(*phrase_boxes(prediction, first), itertools.cycle(OTHER_COLOURS))
-        marks += [(own, label, colour, is_unsure) for own, label, is_unsure, colour in others]
-        boxes, labels, colours, dashed = zip(*marks, strict=True) if marks else ((), (), (), ())
+            chosen = f"chosen: {prediction.detected_class}" if prediction.detected_class else "chosen"
+            unsure = ", unsure" if prediction.is_unsure else ""
+            boxes.append(box)
+            labels.append(f"{chosen} {prediction.score:.2f}{unsure}")
+            colours.append(BLUE if prediction.correct else RED)
+            dashed.append(prediction.is_unsure)
+        first = 0
+        both_have_boxes = box is not None and bool(phrases) and phrases[0].box is not None
+        if both_have_boxes and np.allclose(phrases[0].box, box, atol=0.5):  # the boxes are rounded
+            first = 1
+        boxes_of_phrases, labels_of_phrases, unsure_phrases = phrase_boxes(prediction, first)
+        boxes += boxes_of_phrases
+        labels += labels_of_phrases
+        colours += itertools.islice(itertools.cycle(OTHER_COLOURS), len(boxes_of_phrases))
+        dashed += unsure_phrases
         return draw_boxes(load_predicted_image(prediction), boxes, labels, colours, dashed=dashed)
 
     @override
     def describe(self, prediction: ReferringPrediction) -> PredictionSummary:
-        """The expression, the predicted and the true box, and whether any candidate was right."""
-        note, mistakes = "", None
-        count = len(prediction.candidate_boxes)
+        """Describe the expression, the predicted and the true box, and whether any candidate was right."""
+        if prediction.box is not None:
+            answer = box_text(prediction.box)
+            score = prediction.score
+        else:
+            answer = "no box" if prediction.null_score is None else NOTHING
+            score = prediction.null_score
+        truth = ""
+        note = ""
         if prediction.targets:
+            truth = ", ".join(map(box_text, prediction.targets))
             reachable = referring_metrics([prediction], self.config.iou_convention)["ceiling"]
-            note = f"{'a' if reachable else 'no'} right box was among {count} candidates"
-        meant, chosen = prediction.category, prediction.detected_class
+            note = f"{'a' if reachable else 'no'} right box was among {len(prediction.candidate_boxes)} candidates"
+        elif prediction.targets is not None:
+            truth = NOTHING
+        mistakes = None
+        meant = prediction.category
+        chosen = prediction.detected_class
         if meant and chosen:
             mistakes = ((meant, f"another {chosen}" if chosen == meant else chosen),)
-        return PredictionSummary(
-            prediction.text,
-            box_text(prediction.box) if prediction.box else "no box" if prediction.null_score is None else NOTHING,
-            prediction.score if prediction.box else prediction.null_score,
-            ", ".join(map(box_text, prediction.targets or ())) or ("" if prediction.targets is None else NOTHING),
-            note,
-            prediction.family or "",
-            mistakes,
-        )
+        return PredictionSummary(prediction.text, answer, score, truth, note, prediction.family or "", mistakes)

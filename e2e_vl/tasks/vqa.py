@@ -55,24 +55,30 @@ class VQAVocabulary(QuestionVocabulary):
 
     @override
     def labels_of(self, truth: Any, *, mirrored: bool = False) -> AnswerLabels | None:
-        """The best answer is the first with the highest score, or the most frequent one."""
+        """Label a question; its best answer is the first with the highest score, or the most frequent one."""
 
-        def spelled(answer: str) -> str:
+        def mirror(answer: str) -> str:
             return " ".join(swap_left_right(answer.split(" "))) if mirrored else answer
 
         if isinstance(truth, CorrectAnswer):  # to a question of GQA or Visual Genome
             truth = ScoredAnswers({truth.answer: 1.0})
         if isinstance(truth, ScoredAnswers):
-            scores = {spelled(self.spell(answer)): score for answer, score in truth.scores.items()}
-            known = [answer for answer, score in scores.items() if score > 0 and answer in self.class_of]
-            best = self.class_of[max(known, key=scores.get)] if known else -1
+            scores = {mirror(self.spell(answer)): score for answer, score in truth.scores.items()}
+            listed = [answer for answer, score in scores.items() if score > 0 and answer in self.class_of]
+            best = -1
+            if listed:
+                best = self.class_of[max(listed, key=scores.get)]
             return AnswerLabels(scores, best, {"answer_scores": scores})
         if not isinstance(truth, HumanAnswers):
             return None
-        answers = [spelled(answer) for answer in truth.answers]
-        counted = [normalise_answer(answer) for answer in answers] if self.normalised else answers
-        known = Counter(self.class_of[answer] for answer in counted if answer in self.class_of)
-        best = known.most_common(1)[0][0] if known else -1
+        answers = [mirror(answer) for answer in truth.answers]
+        spellings = answers
+        if self.normalised:
+            spellings = [normalise_answer(answer) for answer in answers]
+        class_counts = Counter(self.class_of[answer] for answer in spellings if answer in self.class_of)
+        best = -1
+        if class_counts:
+            [(best, _)] = class_counts.most_common(1)
         record = {"answers": answers, "multiple_choice_answer": truth.most_frequent}
         return AnswerLabels(soft_scores(answers, normalised=self.normalised), best, record)
 
@@ -96,12 +102,18 @@ class VQATask(AnswerTask):
 
     @override
     def describe(self, prediction: VQAPrediction) -> PredictionSummary:
-        said, scored = Counter(prediction.answers or ()), prediction.answer_scores or {}
+        human_answers = Counter(prediction.answers or ())
+        answer_scores = prediction.answer_scores or {}
+        if prediction.multiple_choice_answer:
+            truth = prediction.multiple_choice_answer
+        elif answer_scores:
+            truth = max(answer_scores, key=answer_scores.get)
+        else:
+            truth = next(iter(human_answers), "")
+        note = ""
+        if human_answers:
+            counts = [f"{answer} ({count})" for answer, count in human_answers.most_common()]
+            note = f"people said: {', '.join(counts)}"
         return PredictionSummary(
-            prediction.text,
-            prediction.answer,
-            prediction.score,
-            prediction.multiple_choice_answer or max(scored, key=scored.get, default=next(iter(said), "")),
-            "people said: " + ", ".join(f"{answer} ({count})" for answer, count in said.most_common()) if said else "",
-            prediction.question_type or "",
+            prediction.text, prediction.answer, prediction.score, truth, note, prediction.question_type or ""
         )
