@@ -69,7 +69,7 @@ class BoxSource(enum.StrEnum):
 
     @classmethod
     def for_evaluation(cls) -> tuple[BoxSource, ...]:
-        """All sources except the one that adds the ground truth."""
+        """Return all sources except the one that adds the ground truth."""
         return tuple(source for source in cls if source is not cls.DETECTIONS_GT)
 
 

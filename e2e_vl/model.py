@@ -124,7 +124,7 @@ class VisionLanguageModel(nn.Module):
         return regions, text_regions, encoded
 
     def prepare_regions(self, batch: Batch) -> Batch:
-        """The batch with labelled, masked and truncated regions; unchanged for a task without region masking."""
+        """Return the batch with labelled, masked and truncated regions; unchanged for a task without region masking."""
         rule = self.task.region_masking
         is_masked = batch.masking is not None and batch.masking.masked_regions is not None  # as in recorded batches
         if rule is None or is_masked:

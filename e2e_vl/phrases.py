@@ -58,7 +58,7 @@ class PhraseBatch(Movable):
         )
 
     def is_punctuation(self) -> Bool[Tensor, "M L"]:
-        """Which wordpieces consist of punctuation only."""
+        """Return which wordpieces consist of punctuation only."""
         found = [
             end > first and all(unicodedata.category(one).startswith("P") for one in text[first:end])
             for text, offsets in zip(self.words, self.offsets.tolist(), strict=True)
@@ -67,7 +67,7 @@ class PhraseBatch(Movable):
         return torch.tensor(found, device=self.offsets.device).reshape(self.offsets.shape[:2])
 
     def truncate(self, index: Int64[Tensor, "M L"], attention_mask: Bool[Tensor, "M L"]) -> PhraseBatch:
-        """A copy for truncated texts; `index` holds the old position of each kept wordpiece.
+        """Return a copy for truncated texts; `index` holds the old position of each kept wordpiece.
 
         A phrase that was truncated completely becomes the last wordpiece before it.
         """

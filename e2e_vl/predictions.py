@@ -125,12 +125,12 @@ class PhrasesOnly(Prediction, kw_only=True):
 
 
 def with_target(predictions: Iterable[Prediction]) -> list[Prediction]:
-    """The predictions for texts that have a target of the task; the others have phrases only."""
+    """Return the predictions for texts that have a target of the task; the others have phrases only."""
     return [prediction for prediction in predictions if not isinstance(prediction, PhrasesOnly)]
 
 
 def box_text(box: Sequence[float]) -> str:
-    """A box in words, in whole pixels."""
+    """Return a box in words, in whole pixels."""
     x1, y1, x2, y2 = map(round, box)
     return f"x {x1} to {x2}, y {y1} to {y2}"
 

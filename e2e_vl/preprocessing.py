@@ -75,7 +75,7 @@ class Preprocessor(abc.ABC):
                 yield example
 
     def lacks_target(self, text: SampleText) -> bool:
-        """Whether the text only serves phrase grounding, because it has no target of the task."""
+        """Return whether the text only serves phrase grounding, because it has no target of the task."""
         may_lack_target = self.text_tokenizer.with_phrase_spans and text.may_lack_target
         return may_lack_target and not isinstance(text.truth, self.learns_from)
 

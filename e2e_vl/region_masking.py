@@ -57,7 +57,7 @@ class RegionMasking:
 def label_regions(
     batch: Batch, detector: Detector, teacher: Detector, rule: PretrainingConfig, *, is_required: bool = True
 ) -> Batch:
-    """A copy of the batch with candidate boxes, and with labels from a file or from the teacher.
+    """Return a copy of the batch with candidate boxes, and with labels from a file or from the teacher.
 
     The teacher sees the whole images. Boxes that a user wants masked (`MaskingBatch.boxes_to_mask`) become the first
     candidates, and others that overlap one of them with an IoU of 0.5 or more are dropped.
@@ -99,7 +99,7 @@ def label_regions(
 def describe_regions(
     teacher: Detector, images: ImageBatch, boxes: list[Float[Tensor, "_R 4"]] | None, rule: PretrainingConfig
 ) -> tuple[list[Float[Tensor, "_R 4"]], RegionLabels]:
-    """Boxes, their class distributions and features from a teacher in evaluation mode.
+    """Return boxes, their class distributions and features from a teacher in evaluation mode.
 
     `boxes` None: its detections, best score first, at most `rule.max_detected_regions`.
     """
@@ -123,7 +123,7 @@ def describe_regions(
 
 
 def mask_regions(batch: Batch, rule: PretrainingConfig) -> Batch:
-    """A copy of the batch in which some regions are to be predicted, and most of these are masked.
+    """Return a copy of the batch in which some regions are to be predicted, and most of these are masked.
 
     The choice depends only on the seed of the first text about each image, or on torch's global generator where texts
     have no seeds.
@@ -216,7 +216,7 @@ def sample_replacements(
 
 
 def _image_generators(batch: Batch) -> list[np.random.Generator]:
-    """One generator per image; its seed is that of the first text about the image, or 0."""
+    """Return one generator per image; its seed is that of the first text about the image, or 0."""
     seeds = None if batch.masking is None else batch.masking.seeds
     if seeds is None:
         seeds = torch.randint(2**62, (len(batch),))
@@ -271,7 +271,7 @@ def truncate_batch(batch: Batch, limit: int, *, whole_image: bool) -> Batch:
 
 
 def truncated_lengths(text_length: int, region_count: int, limit: int) -> tuple[int, int]:
-    """How many wordpieces (with [CLS] and [SEP]) and regions of one text are kept.
+    """Return how many wordpieces (with [CLS] and [SEP]) and regions of one text are kept.
 
     The longer of the two loses one until both together are no more than `limit`; of equally long ones the text does.
     At least two wordpieces and one region stay, even where they exceed the limit. Regions are dropped from the end,

@@ -175,7 +175,7 @@ class DatasetInfo(Protocol):
     corpus: TextPool | None  # texts without images
 
     def truths(self) -> Iterable[Any]:
-        """The ground truth of every text that needs no image; None where it is unknown."""
+        """Return the ground truth of every text that needs no image; None where it is unknown."""
 
 
 # Kinds of ground truth. A reader states a truth once, in one of these records; the preprocessor of the task makes the

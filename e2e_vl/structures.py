@@ -187,11 +187,11 @@ class TextRegions(Movable):
         return self.attention_mask & (self.row < 0)
 
     def without_whole_image(self) -> TextRegions:
-        """A copy in which whole images count as padding; they keep their rows, so padding may be in front."""
+        """Return a copy in which whole images count as padding; they keep their rows, so padding may be in front."""
         return dataclasses.replace(self, attention_mask=self.attention_mask & ~self.is_whole_image)
 
     def original_boxes(self, scales: Float[Tensor, "N 2"]) -> Float[Tensor, "M R 4"]:
-        """The boxes in pixels of the original images, given their `ImageBatch.scales`; meaningless at padding.
+        """Return the boxes in pixels of the original images, given their `ImageBatch.scales`; meaningless at padding.
 
         A flip is not undone.
         """
@@ -266,7 +266,7 @@ class ModelOutput(Movable):
     phrases: PhraseOutput | None = None  # None: not needed
 
     def on_cpu(self) -> ModelOutput:
-        """What predictions are made from, on the CPU: all but pixels, features and the encoder's output, which stay.
+        """Return a copy with what predictions are made from on the CPU; pixels, features and hidden states stay.
 
         A GPU waits once, and not for every number that a prediction reads.
         """
@@ -298,7 +298,7 @@ class ModelOutput(Movable):
 
 
 def class_names_of(output: ModelOutput) -> list[list[str]]:
-    """The detected class of each region of each text, [M][R]; "" where none was detected or the names are unknown."""
+    """Return the detected class of each region of each text, [M][R]; "" where none was detected or names are unknown."""
     classes = output.text_regions.classes.tolist()
     if output.class_names is None:
         return [[""] * len(row) for row in classes]

@@ -60,7 +60,7 @@ class Targets(Movable):
         return values if self.has_target is None else values[self.has_target]
 
     def truncate(self, index: Int64[Tensor, "M L"], attention_mask: Bool[Tensor, "M L"]) -> Targets:
-        """A copy for truncated texts; `index` holds the old position of each kept wordpiece."""
+        """Return a copy for truncated texts; `index` holds the old position of each kept wordpiece."""
         changes = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -89,12 +89,12 @@ def _field(join: Callable[[list[Any]], Any], **more: Any) -> Any:
 
 
 def stacked() -> Any:
-    """A field with the same shape [...] for every text; [M, ...] in a batch."""
+    """Return a field with the same shape [...] for every text; [M, ...] in a batch."""
     return _field(lambda values: torch.from_numpy(np.stack(values)))
 
 
 def per_wordpiece(fill: int = -1) -> Any:
-    """An int64 field [L] per text; [M, L] in a batch, padded with `fill`. It is truncated with the text."""
+    """Return an int64 field [L] per text; [M, L] in a batch, padded with `fill`. It is truncated with the text."""
 
     def pad(values: list[Any]) -> Tensor:
         rows = [torch.from_numpy(np.asarray(value, dtype=np.int64)) for value in values]
@@ -104,12 +104,12 @@ def per_wordpiece(fill: int = -1) -> Any:
 
 
 def ragged() -> Any:
-    """A field [n, ...] per text, where n varies; in a batch, a `Ragged` with one list per text."""
+    """Return a field [n, ...] per text, where n varies; in a batch, a `Ragged` with one list per text."""
     return _field(join_ragged)
 
 
 def nested(*row: int) -> Any:
-    """A field with a list of arrays [n, ...] per text; in a batch, a `Ragged` with one list per array, text by text.
+    """Return a field with a list of arrays [n, ...] per text; in a batch, a `Ragged` with one list per array.
 
     `row` is the shape [...] of one entry, for batches without any array (float32).
     """
@@ -117,7 +117,7 @@ def nested(*row: int) -> Any:
 
 
 def by_name() -> Any:
-    """A field with a dict of `Targets` per text; in a batch, a dict of the joined targets."""
+    """Return a field with a dict of `Targets` per text; in a batch, a dict of the joined targets."""
     return _field(lambda values: {key: type(values[0][key]).join([v[key] for v in values]) for key in values[0]})
 
 

@@ -142,7 +142,7 @@ def stopped_by_signals(advice: str = "") -> Iterator[None]:
 
 
 def make_stopped_error(number: int, advice: str) -> StoppedRunError:
-    """The exception of a command that a signal stopped; the exit status is 128 + the signal, as in shells.
+    """Return the exception of a command that a signal stopped; the exit status is 128 + the signal, as in shells.
 
     Only the main process has a message.
     """

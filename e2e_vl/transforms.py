@@ -109,7 +109,7 @@ class LoadedImage:
     image_feature: Float[np.ndarray, " D"] | None = None  # precomputed feature of the whole image
 
     def without_boxes(self) -> LoadedImage:
-        """A copy without candidate boxes, for image-blind controls: boxes reveal something about the image."""
+        """Return a copy without candidate boxes, for image-blind controls: boxes reveal something about the image."""
         if self.boxes is None:
             return self
         columns = ("boxes", "box_classes", "class_probs", "roi_masks", "features")

@@ -56,7 +56,7 @@ ADAPTERS: dict[str, tuple[WeightAdapter, ...]] = {  # encoders that can load the
 
 
 def resolve_config(config: RunConfig) -> RunConfig:
-    """The settings with `data.resize` filled in from the detector's YAML file where it is null.
+    """Return the settings with `data.resize` filled in from the detector's YAML file where it is null.
 
     It is an error to train on the boxes of a detector that stays random.
     """
@@ -70,7 +70,7 @@ def resolve_config(config: RunConfig) -> RunConfig:
 
 
 def resolve_resize(config: RunConfig) -> RunConfig:
-    """The settings with `data.resize` filled in from the detector's YAML file where it is null."""
+    """Return the settings with `data.resize` filled in from the detector's YAML file where it is null."""
     if config.data.resize is not None:
         return config
     sizes = read_detector_config(config.detector).input
@@ -91,12 +91,12 @@ def resolve_resize(config: RunConfig) -> RunConfig:
 
 
 def has_answers(config: RunConfig) -> bool:
-    """Whether the settings give the answers, and with them the order of the classes."""
+    """Return whether the settings give the answers, and with them the order of the classes."""
     return getattr(config.task.config, "answers", None) is not None or "answers" in config.data.files
 
 
 def load_answers(config: RunConfig) -> list[str]:
-    """The answers in the order of their classes.
+    """Return the answers in the order of their classes.
 
     They come from `task.config.answers` (a list or a file) or from the file `data.files.answers`, under data.root.
     Without either, they are the answers to at least `task.config.min_answer_count` questions of the training split. The
@@ -118,7 +118,7 @@ def load_answers(config: RunConfig) -> list[str]:
 
 
 def count_frequent_answers(most_frequent: Mapping[Any, str], min_count: int, spell: Callable[[str], str]) -> list[str]:
-    """The answers to at least `min_count` questions, by descending count, then alphabetically.
+    """Return the answers to at least `min_count` questions, by descending count, then alphabetically.
 
     The empty answer may be one of them. Published vocabularies have a different order.
     `spell` normalises the spelling of an answer.
@@ -207,7 +207,7 @@ def build_model(
 
 
 def build_model_without_weights(config: RunConfig, vocab_size: int) -> VisionLanguageModel:
-    """The model of a run with tensors that have shapes but no values (torch's device "meta"), in almost no time.
+    """Build the model of a run with tensors that have shapes but no values (torch's device "meta"), in almost no time.
 
     It encodes texts and checks data like the model that is trained, but cannot be run.
     """
@@ -278,13 +278,13 @@ def build_detector(
 
 
 def build_encoder(config: RunConfig, vocab_size: int, feature_dim: int) -> Encoder:
-    """The encoder with random weights."""
+    """Build the encoder with random weights."""
     model_class, settings = ENCODERS[config.encoder.name].cls, msgspec.structs.asdict(config.encoder.config)
     return model_class(model_class.config_class(vocab_size=vocab_size, feature_dim=feature_dim, **settings))
 
 
 def build_task(config: RunConfig, sizes: Sizes) -> Task:
-    """The task with random weights."""
+    """Build the task with random weights."""
     return TASKS[config.task.name].cls.build(sizes, read_answer_lists(config))
 
 
@@ -366,7 +366,7 @@ def build_examples(
     boxes: BoxSource | str,
     training: bool = False,
 ) -> EncodedDataset:
-    """The examples of a split; training adds random resizing, horizontal flips and detection targets."""
+    """Return the examples of a split; training adds random resizing, horizontal flips and detection targets."""
     boxes = BoxSource(boxes)
     dataset = open_split(config, split, boxes, training=training)
     if model.task.predicts_classes and not training:
@@ -400,7 +400,7 @@ def make_examples(
     *,
     training: bool,
 ) -> EncodedDataset:
-    """The examples of an open split, with the task's preprocessor."""
+    """Return the examples of an open split, with the task's preprocessor."""
     preprocessor = model.task.preprocessor(build_text_tokenizer(config, model, tokenizer, training=training))
     skip_broken = config.data.skip_broken and training
     return EncodedDataset(
@@ -455,7 +455,7 @@ def open_split(config: RunConfig, split: str, boxes: BoxSource, *, training: boo
 def build_text_tokenizer(
     config: RunConfig, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase, *, training: bool = False
 ) -> TextTokenizer:
-    """The tokenizer that encodes texts in the layout of the model's encoder."""
+    """Return the tokenizer that encodes texts in the layout of the model's encoder."""
     data = config.data
     marks = model.phrase_head is not None
     return TextTokenizer(tokenizer, model.encoder.layout, data.max_text_length, data.blank_text, training, marks)

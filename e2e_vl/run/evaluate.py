@@ -39,7 +39,7 @@ EVALUATIONS = "evaluations"  # folder in a run directory for the output of `eval
 
 
 def phrase_weights(config: RunConfig) -> dict[str, float]:
-    """The weights of the phrase losses, by name; all other losses of a task have weight 1."""
+    """Return the weights of the phrase losses, by name; all other losses of a task have weight 1."""
     phrases = config.phrases
     return {"phrases": phrases.weight, TAGS: phrases.weight * phrases.tag_weight}
 
@@ -56,7 +56,7 @@ class LossSums:
             self._sums[name] = total + float(loss.total), count + float(loss.count)
 
     def means(self) -> dict[str, float]:
-        """The mean of each loss over the items of all processes; losses without items are left out."""
+        """Return the mean of each loss over the items of all processes; losses without items are left out."""
         sums: dict[str, tuple[float, float]] = {}
         for name, total, count in gather_object([(name, *pair) for name, pair in self._sums.items()]):
             before = sums.get(name, (0.0, 0.0))
@@ -64,7 +64,7 @@ class LossSums:
         return {name: total / count for name, (total, count) in sums.items() if count}
 
     def metrics(self, config: RunConfig) -> dict[str, float]:
-        """The metric `LOSS`, the weighted sum of the means; empty if no loss has items."""
+        """Return the metric `LOSS`, the weighted sum of the means; empty if no loss has items."""
         means, weights = self.means(), phrase_weights(config)
         return {LOSS: sum(weights.get(name, 1.0) * mean for name, mean in sorted(means.items()))} if means else {}
 
@@ -94,14 +94,14 @@ class InterruptedEvaluationError(Exception):
 
 
 def compute_metrics(task: Task, predictions: Sequence[Prediction]) -> dict[str, Any]:
-    """The task's metrics over the texts with a target, and the phrase metrics over all texts."""
+    """Return the task's metrics over the texts with a target, and the phrase metrics over all texts."""
     judged = with_target(predictions)
     has_only_phrases = bool(predictions) and not judged
     return ({} if has_only_phrases else task.metrics(judged)) | grounding_metrics(predictions)
 
 
 def sureness_metrics(task: Task, predictions: Sequence[Prediction]) -> dict[str, float | None]:
-    """The metric `SURE_THRESHOLD` of a whole split; empty if fewer than `MIN_ANSWERS` answers can be judged."""
+    """Return the metric `SURE_THRESHOLD` of a whole split; empty if fewer than `MIN_ANSWERS` answers can be judged."""
     certainties: list[float] = []
     correctness: list[float] = []
     for prediction in with_target(predictions):

@@ -158,7 +158,10 @@ class Trainer:
 
     def __init__(self, config: RunConfig, accelerator: Accelerator, run: Run, checkpoint: Path | None):
         settings = config.train
-        self.config, self.accelerator, self.built, self.checkpoint = config, accelerator, run, checkpoint
+        self.config = config
+        self.accelerator = accelerator
+        self.built = run
+        self.checkpoint = checkpoint
         self.output = Path(config.output)
         self.stop = StopSignals()
         self.sampler = GroupedBatchSampler(
@@ -205,36 +208,43 @@ class Trainer:
         self.best = BestModel(self.output / "best", metric, settings.patience)
         # after weight initialisation: a different but reproducible seed for dropout and RoI sampling on each process
         set_seed(config.seed, device_specific=True)
-        self.step = self.images_seen = self.skipped_steps = 0
+        self.step = 0
+        self.images_seen = 0
+        self.skipped_steps = 0
         self.seconds_training = 0.0
         self.loss_sums: dict[str, tuple[float, int]] = {}
         self.saved_step = 0  # of the newest checkpoint
         if checkpoint is not None:
-            saved = checkpoints.load_state(accelerator, optimizer, checkpoint)
-            changed = [name for name, value in self.order.items() if saved["order"].get(name, value) != value]
-            if changed:
-                raise UserError(
-                    f"Cannot resume from {checkpoint}: {', '.join(changed)} changed, so some images would be repeated "
-                    "and others skipped; resume with the original settings and data."
-                )
-            vars(self).update({name: saved[name] for name in self.POSITION})
-            self.saved_step = self.step
-            self.best.load_state_dict(saved["best"])
-            lost_step = self.best.forget_lost_model()
-            if lost_step is not None and accelerator.is_main_process:
-                logger.warning(
-                    "%s is missing: the best model so far, of step %d, is lost, and the best of the following "
-                    "evaluations is kept instead.",
-                    self.best.folder,
-                    lost_step,
-                )
+            self._restore(checkpoints.load_state(accelerator, optimizer, checkpoint))
         self.total_steps = settings.max_steps or math.ceil(settings.epochs * self.steps_per_epoch)
         updates = self.step - self.skipped_steps
         self.schedule = build_schedule(optimizer, settings, self.total_steps, steps_done=updates)
 
+    def _restore(self, position: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint's position; a UserError if the images would come in another order."""
+        changed = [name for name, value in self.order.items() if position["order"].get(name, value) != value]
+        if changed:
+            raise UserError(
+                f"Cannot resume from {self.checkpoint}: {', '.join(changed)} changed, so some images would be repeated "
+                "and others skipped; resume with the original settings and data."
+            )
+        for name in self.POSITION:
+            setattr(self, name, position[name])
+        self.saved_step = self.step
+        self.best.load_state_dict(position["best"])
+        lost_step = self.best.forget_lost_model()
+        if lost_step is not None and self.accelerator.is_main_process:
+            logger.warning(
+                "%s is missing: the best model so far, of step %d, is lost, and the best of the following evaluations "
+                "is kept instead.",
+                self.best.folder,
+                lost_step,
+            )
+
     def finished_metrics(self) -> dict[str, Any] | None:
-        """The content of `metrics.json` if a resumed run is already complete; else None."""
-        path, patience = self.output / "metrics.json", self.config.train.patience
+        """Return the content of `metrics.json` if a resumed run is already complete; else None."""
+        path = self.output / "metrics.json"
+        patience = self.config.train.patience
         if self.checkpoint is None or not path.is_file() or not (self.output / "report.html").is_file():
             return None
         metrics = read_json(path)
@@ -244,7 +254,8 @@ class Trainer:
 
     def run(self, started: float) -> dict[str, Any]:
         """Train until the last step or early stopping; then evaluate, save and report."""
-        settings, is_main = self.config.train, self.accelerator.is_main_process
+        settings = self.config.train
+        is_main = self.accelerator.is_main_process
         if is_main:
             save_config(self.config, self.output / "config.yaml")
             with atomic_files(self.output / "tokenizer", "tokenizer_config.json") as part:
@@ -295,7 +306,7 @@ class Trainer:
         return self.finish(metrics, started)
 
     def batches(self) -> Iterator[list[Batch]]:
-        """The micro-batches of each remaining optimiser step, across epochs."""
+        """Yield the micro-batches of each remaining optimiser step, across epochs."""
         accumulation_steps = self.config.train.gradient_accumulation_steps
         loader = BatchLoader(
             self.built.train_data, self.sampler, self.built.collate, workers=self.config.data.workers, keep_workers=True
@@ -318,7 +329,8 @@ class Trainer:
         Returns the losses, their weighted sum `loss`, the gradient norm and the learning rates; and the number of a
         signal that any process received, or 0.
         """
-        accelerator, detector, max_grad_norm = self.accelerator, self.config.detector, self.config.train.max_grad_norm
+        accelerator = self.accelerator
+        detector = self.config.detector
         objectives = objective_weights(self.config, self.total_steps, self.step)
         self.model.train()
         logged: dict[str, Tensor] = {}
@@ -350,6 +362,7 @@ class Trainer:
                     logged[name] = logged.get(name, 0) + total / divisor
                     logged["loss"] = logged.get("loss", 0) + weights[name] * total / divisor
                 accelerator.backward(loss)
+        max_grad_norm = self.config.train.max_grad_norm
         max_norm = math.inf if max_grad_norm is None else max_grad_norm
         logged["grad_norm"] = accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
         # the only host-device synchronisation in this function: the values are checked before the update
@@ -514,7 +527,7 @@ class BestModel:
         return {"metric": str(self.metric), "value": self.value, "step": self.step}
 
     def judge(self, step: int, metrics: Metrics) -> bool:
-        """Whether the model of this step is the best so far; False if the step was evaluated before."""
+        """Record an evaluation, and return whether its model is the best so far; False if the step was judged before."""
         if self.metric is None or step == self.judged_step:
             return False
         value = metrics.get(self.metric)
@@ -543,12 +556,14 @@ class BestModel:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state from a checkpoint, unless it belongs to another metric."""
         if self.metric is not None and state["metric"] == str(self.metric):
-            vars(self).update({name: state[name] for name in self.STATE})
+            for name in self.STATE:
+                setattr(self, name, state[name])
 
     def forget_lost_model(self) -> int | None:
         """Let the next evaluation be the best one if the files of the best model are gone; return its step."""
         if self.step is None or (self.folder / "best.json").is_file():
             return None
         lost_step = self.step
-        self.step = self.value = None
+        self.step = None
+        self.value = None
         return lost_step
