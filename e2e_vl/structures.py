@@ -298,7 +298,7 @@ class ModelOutput(Movable):
 
 
 def class_names_of(output: ModelOutput) -> list[list[str]]:
-    """Return the detected class of each region of each text, [M][R]; "" where none was detected or names are unknown."""
+    """Return the detected class of each region of each text, [M][R]; "" where none was detected or none is known."""
     classes = output.text_regions.classes.tolist()
     if output.class_names is None:
         return [[""] * len(row) for row in classes]

@@ -527,7 +527,7 @@ class BestModel:
         return {"metric": str(self.metric), "value": self.value, "step": self.step}
 
     def judge(self, step: int, metrics: Metrics) -> bool:
-        """Record an evaluation, and return whether its model is the best so far; False if the step was judged before."""
+        """Record an evaluation and return whether its model is the best so far; False for a step that was judged."""
         if self.metric is None or step == self.judged_step:
             return False
         value = metrics.get(self.metric)
