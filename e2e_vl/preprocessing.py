@@ -69,9 +69,10 @@ class Preprocessor(abc.ABC):
                     example.targets = dataclasses.replace(self.placeholder_targets(), has_target=False)
                     example.record = example.record | {ONLY_PHRASES: True}
                 if self.text_tokenizer.with_phrase_spans and example.phrases is None:
-                    other = example.other_words
-                    said = text if other is None else dataclasses.replace(text, words=other, phrases=None)
-                    example.phrases = find_phrases(said, example, images, self.text_tokenizer)
+                    encoded_text = text
+                    if example.other_words is not None:
+                        encoded_text = dataclasses.replace(text, words=example.other_words, phrases=None)
+                    example.phrases = find_phrases(encoded_text, example, images, self.text_tokenizer)
                 yield example
 
     def lacks_target(self, text: SampleText) -> bool:
@@ -154,16 +155,17 @@ def find_phrases(
     continues = np.append(False, (words[1:] == words[:-1]) & is_of_text[1:])
     annotated = text.phrases
     if annotated is None or not text.image_index or not is_of_text.any():
-        return TextPhrases(text.words, offsets, continues, np.zeros((0, 2), dtype=np.int64), [], False)
-    move = images[text.image_index[0]].image_transform.transform_boxes
-    unknown = [np.zeros((0, 4))] * len(annotated.spans)
+        no_spans = np.zeros((0, 2), dtype=np.int64)
+        return TextPhrases(text.words, offsets, continues, no_spans, boxes=[], is_complete=False)
     spans = [find_wordpieces(offsets, is_of_text, span) for span in annotated.spans]
+    image_transform = images[text.image_index[0]].image_transform
+    original_boxes = annotated.boxes or [np.zeros((0, 4))] * len(annotated.spans)  # unknown boxes: none
     return TextPhrases(
         words=text.words,
         offsets=offsets,
         continues_word=continues,
         spans=np.array(spans, dtype=np.int64).reshape(-1, 2),
-        boxes=[move(boxes).astype(np.float32) for boxes in annotated.boxes or unknown],
+        boxes=[image_transform.transform_boxes(boxes).astype(np.float32) for boxes in original_boxes],
         is_complete=annotated.is_complete,
     )
 

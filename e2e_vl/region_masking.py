@@ -34,6 +34,7 @@ class RegionMasking:
 
     @property
     def needs_frozen_teacher(self) -> bool:
+        """Whether a frozen copy of the detector labels the regions."""
         return self.predicts_regions and self.config.teacher == "frozen"
 
     def prepare(self, batch: Batch, detector: Detector, teacher: Detector, *, whole_image: bool) -> Batch:
@@ -67,7 +68,8 @@ def label_regions(
         teacher: labels the regions and predicts boxes where there are none; a frozen copy, or the detector itself.
         is_required: an error if there are no labels.
     """
-    boxes, labels = batch.boxes, batch.region_labels
+    boxes = batch.boxes
+    labels = batch.region_labels
     boxes_to_mask = None if batch.masking is None else batch.masking.boxes_to_mask
     uses_detector = rule.teacher != "file"
     is_unlabelled = labels.class_probs is None and labels.detected.classes is None
@@ -76,20 +78,22 @@ def label_regions(
             "task.config.teacher is file, but the data come without class distributions; set it to frozen or current."
         )
     if boxes is None and (boxes_to_mask is not None or not uses_detector):
-        boxes, labels = describe_regions(teacher if uses_detector else detector, batch.images, None, rule)
+        proposer = teacher if uses_detector else detector
+        boxes, labels = describe_regions(proposer, batch.images, None, rule)
     if boxes_to_mask is not None:
         candidates = boxes
         boxes = []
-        for image_boxes, masked in zip(candidates, boxes_to_mask, strict=True):
-            others = image_boxes
-            if len(masked) and len(image_boxes):
-                others = image_boxes[(pairwise_iou(image_boxes, masked) < SAME_IOU).all(dim=1)]
-            boxes.append(torch.cat([masked, others]))
+        for image_candidates, masked_boxes in zip(candidates, boxes_to_mask, strict=True):
+            others = image_candidates
+            if len(masked_boxes) and len(image_candidates):
+                is_other = (pairwise_iou(image_candidates, masked_boxes) < SAME_IOU).all(dim=1)
+                others = image_candidates[is_other]
+            boxes.append(torch.cat([masked_boxes, others]))
         labels = RegionLabels()
     if uses_detector:
-        classes = labels.classes  # annotated, so they are not replaced
+        annotated_classes = labels.classes
         boxes, labels = describe_regions(teacher, batch.images, boxes, rule)
-        labels.classes = classes
+        labels.classes = annotated_classes
     elif labels.features is None and batch.images.precomputed is not None:
         labels = dataclasses.replace(labels, features=batch.images.precomputed.features)
     return dataclasses.replace(batch, boxes=boxes, region_labels=labels)
@@ -105,17 +109,18 @@ def describe_regions(
     """
     with evaluation_mode(teacher):
         regions = teacher(images, boxes)
-    first = slice(rule.max_detected_regions if boxes is None else None)
+    limit = rule.max_detected_regions if boxes is None else None
+    first = slice(limit)
     probabilities = [logits[first].float().softmax(dim=1) for logits in regions.class_logits]
     labels = RegionLabels(features=[rows[first] for rows in regions.features])
     if all(rows.shape[1] > 1 for rows in probabilities):  # background last
-        best = [rows[:, :-1].max(dim=1) for rows in probabilities]
-        labels.detected.scores = [scores for scores, _ in best]
-        labels.detected.classes = [classes for _, classes in best]
+        best_classes = [rows[:, :-1].max(dim=1) for rows in probabilities]
+        labels.detected.scores = [best.values for best in best_classes]
+        labels.detected.classes = [best.indices for best in best_classes]
     if regions.attribute_logits is not None:
-        best = [logits[first].float().softmax(dim=1).max(dim=1) for logits in regions.attribute_logits]
-        labels.detected.attribute_scores = [scores for scores, _ in best]
-        labels.detected.attributes = [attributes for _, attributes in best]
+        best_attributes = [logits[first].float().softmax(dim=1).max(dim=1) for logits in regions.attribute_logits]
+        labels.detected.attribute_scores = [best.values for best in best_attributes]
+        labels.detected.attributes = [best.indices for best in best_attributes]
     if not rule.has_background_last:
         probabilities = [rows.roll(1, dims=1) for rows in probabilities]
     labels.class_probs = probabilities
@@ -136,34 +141,34 @@ def mask_regions(batch: Batch, rule: PretrainingConfig) -> Batch:
     device = batch.images.pixels.device
     masking = batch.masking or MaskingBatch()
     if masking.boxes_to_mask is None:
-        chosen = _draw_regions(batch, rule)
+        region_masks = _draw_regions(batch, rule)
     else:
-        pairs = zip(batch.boxes, masking.boxes_to_mask, strict=True)
-        first = [torch.arange(len(rows)) < len(masked) for rows, masked in pairs]
-        chosen = RegionMasks(first, first)
+        is_first: list[Tensor] = []  # the boxes to mask are the first candidates, see `label_regions`
+        for boxes, boxes_to_mask in zip(batch.boxes, masking.boxes_to_mask, strict=True):
+            is_first.append(torch.arange(len(boxes)) < len(boxes_to_mask))
+        region_masks = RegionMasks(is_labelled=is_first, is_masked=is_first)
     images = batch.images
     pixel_masks = masking.pixel_masks
     if rule.mask_pixels:
-        boxes = torch.cat(batch.boxes).cpu().split([len(rows) for rows in batch.boxes])
-        rectangles = [
-            mask_rectangles(rows[is_masked], size, "truncate").to(rows.dtype)
-            for rows, is_masked, size in zip(boxes, chosen.is_masked, images.sizes.tolist(), strict=True)
-        ]
+        host_boxes = torch.cat(batch.boxes).cpu().split([len(boxes) for boxes in batch.boxes])
+        rectangles = []
+        for boxes, is_masked, size in zip(host_boxes, region_masks.is_masked, images.sizes.tolist(), strict=True):
+            rectangles.append(mask_rectangles(boxes[is_masked], size, "truncate").to(boxes.dtype))
         if rule.masked_pixels == "mean":
             pixel_masks = rectangles
         else:
             images = dataclasses.replace(images, pixels=mask_pixels(images.pixels, images.sizes, rectangles))
-    chosen = chosen.to(device)
+    region_masks = region_masks.to(device)
     if images.precomputed is not None and images.precomputed.image_features is not None:
         # The saved feature of the whole image would reveal the masked regions. It is replaced by the mean of the
         # others; the divisor is the official code's count + 1e-5.
         means = []
-        for rows, is_masked in zip(images.precomputed.features, chosen.is_masked, strict=True):
-            shown = (~is_masked).to(rows.dtype)
-            means.append((rows * shown[:, None]).sum(dim=0) / (shown.sum() + 1e-5))
+        for features, is_masked in zip(images.precomputed.features, region_masks.is_masked, strict=True):
+            is_visible = (~is_masked).to(features.dtype)
+            means.append((features * is_visible[:, None]).sum(dim=0) / (is_visible.sum() + 1e-5))
         precomputed = dataclasses.replace(images.precomputed, image_features=torch.stack(means))
         images = dataclasses.replace(images, precomputed=precomputed)
-    masking = dataclasses.replace(masking, masked_regions=chosen, pixel_masks=pixel_masks)
+    masking = dataclasses.replace(masking, masked_regions=region_masks, pixel_masks=pixel_masks)
     return dataclasses.replace(batch, images=images, masking=masking)
 
 
@@ -180,7 +185,9 @@ def _draw_regions(batch: Batch, rule: PretrainingConfig) -> RegionMasks:
         is_labelled.append(torch.from_numpy(labelled))
         is_masked.append(torch.from_numpy(masked))
         replacement_index.append(torch.from_numpy(sample_replacements(replaced, counts, generator)))
-    return RegionMasks(is_labelled, is_masked, replacement_index if rule.replace_probability else None)
+    if not rule.replace_probability:
+        return RegionMasks(is_labelled, is_masked)
+    return RegionMasks(is_labelled, is_masked, replacement_index)
 
 
 def sample_masked_regions(
@@ -193,14 +200,16 @@ def sample_masked_regions(
     (`replace=0.1`) and leaves 10 % unchanged. Returns chosen (labelled); chosen and masked; chosen and to be replaced.
     """
     drawn = generator.random(count)
+    labelled = drawn < probability
     masked = drawn < probability * mask
-    return drawn < probability, masked, (drawn < probability * (mask + replace)) & ~masked
+    replaced = (drawn < probability * (mask + replace)) & ~masked
+    return labelled, masked, replaced
 
 
 def sample_replacements(
     replaced: Bool[np.ndarray, " R"], counts: Sequence[int], generator: np.random.Generator
 ) -> Int64[np.ndarray, " R"]:
-    """For each replaced region, the region whose feature it gets: a random region of a random image in the batch.
+    """Draw the region whose feature each replaced region gets: a random region of a random image in the batch.
 
     (The official LXMERT code draws among the images of the data set; those of a batch are a random part of it.) Returns
     rows among the regions of all images (image n has `counts[n]`); -1 for regions that are not replaced, and where an
@@ -234,14 +243,15 @@ def replace_features(regions: Regions, masks: RegionMasks | None, *, whole_image
     """
     if masks is None or masks.replacement_index is None:
         return regions
-    candidates = torch.cat([rows[whole_image:] for rows in regions.features])
-    features = []
-    for rows, index in zip(regions.features, masks.replacement_index, strict=True):
-        replaced = rows[whole_image:]
-        if len(replaced):
-            replaced = torch.where((index >= 0)[:, None], candidates[index.clamp(min=0)], replaced)
-        features.append(torch.cat([rows[:whole_image], replaced]))
-    return dataclasses.replace(regions, features=features)
+    candidate_features = torch.cat([features[whole_image:] for features in regions.features])
+    replaced_features = []
+    for features, index in zip(regions.features, masks.replacement_index, strict=True):
+        image_features = features[whole_image:]
+        if len(image_features):
+            is_replaced = (index >= 0)[:, None]
+            image_features = torch.where(is_replaced, candidate_features[index.clamp(min=0)], image_features)
+        replaced_features.append(torch.cat([features[:whole_image], image_features]))
+    return dataclasses.replace(regions, features=replaced_features)
 
 
 def truncate_batch(batch: Batch, limit: int, *, whole_image: bool) -> Batch:
@@ -250,15 +260,18 @@ def truncate_batch(batch: Batch, limit: int, *, whole_image: bool) -> Batch:
     See `truncated_lengths`. Of several images the one with the most regions loses one first. With `whole_image`, whole
     images are part of the sequence, and count as regions.
     """
-    lengths = batch.texts.lengths.tolist()
-    counts = [len(rows) + whole_image for rows in batch.boxes]
+    regions_of_image = [len(boxes) + whole_image for boxes in batch.boxes]
     text_lengths: list[int] = []
     limits: list[list[int]] = []
-    for length, images in zip(lengths, batch.image_index.tolist(), strict=True):
-        region_counts = [counts[image] if image >= 0 else 0 for image in images]
-        text_length, regions = truncated_lengths(length, sum(region_counts), limit)
+    for length, images in zip(batch.texts.lengths.tolist(), batch.image_index.tolist(), strict=True):
+        region_counts = [0] * len(images)
+        for slot, image in enumerate(images):
+            if image >= 0:
+                region_counts[slot] = regions_of_image[image]
+        text_length, region_count = truncated_lengths(length, sum(region_counts), limit)
         text_lengths.append(text_length)
-        while sum(region_counts) > regions:
+        while sum(region_counts) > region_count:
+            # the last of equal ones
             fullest = max(range(len(region_counts)), key=lambda slot: (region_counts[slot], slot))
             region_counts[fullest] -= 1
         limits.append([max(count - whole_image, 0) for count in region_counts])
@@ -280,8 +293,8 @@ def truncated_lengths(text_length: int, region_count: int, limit: int) -> tuple[
     """
     if text_length + region_count <= limit or region_count == 0:
         return text_length, region_count
-    text = min(text_length, max(limit // 2, limit - region_count))
-    return max(text, 2), max(limit - text, 1)
+    new_length = min(text_length, max(limit // 2, limit - region_count))
+    return max(new_length, 2), max(limit - new_length, 1)
 
 
 def truncate_texts(texts: TextBatch, lengths: Int64[Tensor, " M"]) -> tuple[TextBatch, Int64[Tensor, "M L"]]:
@@ -297,17 +310,21 @@ def truncate_texts(texts: TextBatch, lengths: Int64[Tensor, " M"]) -> tuple[Text
     position = torch.arange(longest, device=device).expand(len(lengths), -1)
     index = torch.where(position == new_lengths[:, None] - 1, last[:, None], position)
     attention_mask = position < new_lengths[:, None]
-    names, summary = texts.region_of_token, texts.summary
+    summary = texts.summary
     if summary is not None:
         is_lost = (summary >= new_lengths - 1) & (summary < last)
         is_before_last = position == new_lengths[:, None] - 2
         index = torch.where(is_lost[:, None] & is_before_last, summary[:, None], index)
+        summary = (index == summary[:, None]).int().argmax(dim=1)
+    region_of_token = texts.region_of_token
+    if region_of_token is not None:
+        region_of_token = region_of_token.gather(1, index).masked_fill(~attention_mask, -1)
     truncated = TextBatch(
         input_ids=texts.input_ids.gather(1, index) * attention_mask,
         token_type_ids=texts.token_type_ids.gather(1, index) * attention_mask,
         attention_mask=attention_mask,
-        summary=None if summary is None else (index == summary[:, None]).int().argmax(dim=1),
-        region_of_token=None if names is None else names.gather(1, index).masked_fill(~attention_mask, -1),
+        summary=summary,
+        region_of_token=region_of_token,
         lengths=lengths,
     )
     return truncated, index

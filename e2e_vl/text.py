@@ -118,7 +118,8 @@ def build_vocabulary(sentences: Iterable[str], path: str | Path) -> list[str]:
         counts.update(basic_tokenize(sentence))
     words = sorted(counts, key=lambda word: (-counts[word], word))
     characters = sorted({*"".join(counts), *string.ascii_lowercase, *string.digits})
-    vocabulary = list(dict.fromkeys([*SPECIAL_TOKENS, *words, *characters, *(f"##{char}" for char in characters)]))
+    continuations = [f"##{character}" for character in characters]
+    vocabulary = list(dict.fromkeys([*SPECIAL_TOKENS, *words, *characters, *continuations]))
     write_text(Path(path), "".join(f"{word}\n" for word in vocabulary))
     return vocabulary
 
@@ -188,7 +189,7 @@ class Template:
 
     @property
     def num_special(self) -> int:
-        """Special tokens, which belong to no text."""
+        """The number of special tokens, which belong to no text."""
         return sum(isinstance(part, str) for part in self.parts)
 
 
@@ -273,11 +274,13 @@ class TextTokenizer:
         if truncation == "ends" or self.max_length is None:
             return self._truncated(self.layout.pair, first, second)
         room = self.max_length - self.layout.pair.num_special
-        lost = truncate_fronts(len(first), len(second), room, too_much=truncation == "fronts_too_much")
+        too_much = truncation == "fronts_too_much"
+        lost_of_first, lost_of_second = truncate_fronts(len(first), len(second), room, too_much=too_much)
         template = self.layout.pair
-        if len(second) and lost[1] == len(second):
+        if len(second) and lost_of_second == len(second):
             template = self.layout.single
-        return fill_template(template, (first, second), self.tokenizer, [slice(number, None) for number in lost])
+        selection = [slice(lost_of_first, None), slice(lost_of_second, None)]
+        return fill_template(template, (first, second), self.tokenizer, selection)
 
     def without_special_tokens(self, pieces: Pieces) -> TextEncoding:
         """Encode wordpieces without special tokens; truncation is up to the caller."""
@@ -298,12 +301,12 @@ def truncate_fronts(first: int, second: int, room: int, *, too_much: bool = Fals
     the rest, and what it is too short for the first loses too. With `too_much` the second loses the surplus and once
     more what the first lost, where the difference would be enough: a wrong sign in the official code.
     """
-    over = max(first + second - room, 0)
-    lost = min((over + 1) // 2, max(first - FIRST_KEPT, 0))
-    if too_much and over:
-        return lost, min(over + lost, second)
-    from_second = min(over - lost, second)
-    return over - from_second, from_second
+    surplus = max(first + second - room, 0)
+    from_first = min((surplus + 1) // 2, max(first - FIRST_KEPT, 0))
+    if too_much and surplus:
+        return from_first, min(surplus + from_first, second)
+    from_second = min(surplus - from_first, second)
+    return surplus - from_second, from_second
 
 
 def fill_template(
