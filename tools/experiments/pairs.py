@@ -33,7 +33,7 @@ from e2e_vl.cli.main import make_parser, print_errors
 from e2e_vl.config import BoxSource, EncoderConfig, RunConfig
 from e2e_vl.config_files import load_config, save_config
 from e2e_vl.metrics.baselines import CHANCE, read_baselines
-from e2e_vl.run.evaluate import MetricName
+from e2e_vl.run.metric_names import MetricName
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs" / "pairs"
