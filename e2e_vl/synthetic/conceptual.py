@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from e2e_vl.synthetic.base import CATEGORIES, CATEGORY_IDS, FormatWriter, SceneRecord, by_split
 from e2e_vl.synthetic.config import SceneConfig
@@ -38,6 +39,7 @@ class CaptionedImage:
 class _CaptionedImageWriter(FormatWriter):
     """Draws the same caption and probabilities for both formats."""
 
+    @override
     def draw(self, scene: SceneRecord, graph: SceneGraph) -> CaptionedImage:
         """Draw a caption and class probabilities: a detection's score for its category, the rest random."""
         rng = self.recipe.generator(scene.split, scene.number, "conceptual")
@@ -58,6 +60,7 @@ class ShardsWriter(_CaptionedImageWriter):
     A shard has `KEY.jpg`, `KEY.txt` and `KEY.json` side by side.
     """
 
+    @override
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         for split, part in by_split(scenes).items():
             write_shards(folder / split, [scene.drawn for scene in part])
@@ -71,6 +74,7 @@ class ConceptualWriter(_CaptionedImageWriter):
     compressed.
     """
 
+    @override
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         for split, part in by_split(scenes).items():
             lines: list[dict[str, Any]] = []
@@ -142,6 +146,7 @@ _SENTENCES_PER_LINE = (1, 9)
 class CorpusWriter(FormatWriter):
     """Writes `corpus.doc`, UTF-8: one paragraph per line, with blank lines between documents."""
 
+    @override
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         rng, config = self.recipe.generator("corpus"), self.recipe.scene
         with (folder / "corpus.doc").open("w", encoding="utf-8", newline="\n") as file:

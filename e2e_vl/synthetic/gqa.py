@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from e2e_vl.synthetic.base import FormatWriter, SceneRecord, by_split, write_compact
 from e2e_vl.synthetic.language import SLOTS, THING_SLOTS, Values, draw_thing, identify, noun_phrase, without
@@ -39,6 +40,7 @@ class GQAWriter(FormatWriter):
     `sceneGraphs/<split>_sceneGraphs.json`.
     """
 
+    @override
     def draw(self, scene: SceneRecord, graph: SceneGraph) -> dict[str, Any]:
         generator = self.recipe.generator(scene.split, scene.number, "gqa")
         return {
@@ -46,6 +48,7 @@ class GQAWriter(FormatWriter):
             "in_front": [members(graph.related["in front"][anchor]) for anchor in range(graph.count)],
         }
 
+    @override
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         for name in ("questions", "eval", "sceneGraphs"):
             (folder / name).mkdir(exist_ok=True)

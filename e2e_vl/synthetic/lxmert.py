@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from e2e_vl.synthetic.base import CATEGORIES, FormatWriter, SceneRecord, by_split
 from e2e_vl.synthetic.nlvr2 import draw_set
@@ -29,11 +30,13 @@ class LxmertWriter(FormatWriter):
     `all_ans.json` and `trainval_label2ans.json`.
     """
 
+    @override
     def draw(self, scene: SceneRecord, graph: SceneGraph) -> dict[str, Any]:
         rng = self.recipe.generator(scene.split, scene.number, "lxmert")
         questions = draw_vqa_questions(graph, self.recipe.scene, rng)
         return {"questions": questions, "row": _row(scene, rng)}
 
+    @override
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         answers: set[str] = set()
         for split, part in by_split(scenes).items():

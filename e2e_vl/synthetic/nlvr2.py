@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from e2e_vl.synthetic.base import FormatWriter, Recipe, SceneRecord, by_split, link_image
 from e2e_vl.synthetic.coco import write_instances
@@ -139,6 +140,7 @@ class PairWriter(FormatWriter):
     name of a JPEG file may end in .png.
     """
 
+    @override
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         (folder / "data").mkdir(exist_ok=True)
         for split, part in by_split(scenes).items():

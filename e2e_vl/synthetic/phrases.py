@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import numpy as np
+from typing_extensions import override
 
 from e2e_vl.synthetic.base import FormatWriter, SceneRecord, by_split, link_image, write_compact
 from e2e_vl.synthetic.config import SHAPES
@@ -121,10 +122,12 @@ class EntitiesWriter(FormatWriter):
     The release has no parses; `parses/<split>.conllu` has gold parses of all captions.
     """
 
+    @override
     def draw(self, scene: SceneRecord, graph: SceneGraph) -> list[EntityCaption]:
         rng = self.recipe.generator(scene.split, scene.number, "flickr30k")
         return draw_entity_captions(graph, self.recipe.scene.values, rng)
 
+    @override
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         for name in ("Sentences", "Annotations"):
             (folder / name).mkdir(exist_ok=True)
@@ -253,9 +256,11 @@ def _xml(scene: SceneRecord, chains: _Chains) -> str:
 class PhrasesWriter(EntitiesWriter):
     """Writes the noun phrases of expressions in the format of `EntitiesWriter`."""
 
+    @override
     def draw(self, scene: SceneRecord, graph: SceneGraph) -> list[EntityCaption]:
         return [phrases_of_reference(one, graph) for one in [*scene.references, *scene.without_target]]
 
+    @override
     def write_parses(self, folder: Path, split: str, scenes: Sequence[SceneRecord]) -> None:
         """Expressions have no gold parses."""
 
@@ -292,9 +297,11 @@ class VisualGenomeWriter(FormatWriter):
     `VG_100K/<id>.jpg`.
     """
 
+    @override
     def draw(self, scene: SceneRecord, graph: SceneGraph) -> list[EntityCaption]:
         return [phrases_of_reference(reference, graph) for reference in scene.references]
 
+    @override
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         (folder / _FOLDER).mkdir(exist_ok=True)
         for split, part in by_split(scenes).items():

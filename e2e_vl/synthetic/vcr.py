@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from e2e_vl.synthetic.base import FormatWriter, SceneRecord, by_split, link_image
 from e2e_vl.synthetic.config import COLOURS
@@ -55,6 +56,7 @@ _Question = dict[str, Any]
 class VCRWriter(FormatWriter):
     """Writes the files listed at the top; image files of an interrupted run are replaced."""
 
+    @override
     def draw(self, scene: SceneRecord, graph: SceneGraph) -> list[_Question]:
         """Draw up to `_MAX_QUESTIONS` different questions.
 
@@ -80,6 +82,7 @@ class VCRWriter(FormatWriter):
             found[json.dumps(question)] = record
         return list(found.values())
 
+    @override
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         for split, part in by_split(scenes).items():
             (folder / "vcr1images" / f"drawn_{split}").mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from e2e_vl.synthetic.base import FormatWriter, SceneRecord, by_split
 from e2e_vl.synthetic.config import SceneConfig
@@ -56,9 +57,11 @@ _Made = tuple[str, str, str, Sequence[str]] | None  # question, its type, the ri
 class VQAWriter(FormatWriter):
     """Writes `v2_OpenEnded_mscoco_<split>_questions.json` and `v2_mscoco_<split>_annotations.json`."""
 
+    @override
     def draw(self, scene: SceneRecord, graph: SceneGraph) -> list[_Question]:
         return draw_vqa_questions(graph, self.recipe.scene, self.recipe.generator(scene.split, scene.number, "vqa"))
 
+    @override
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         for split, part in by_split(scenes).items():
             frame = {"info": _INFO, "data_type": "mscoco", "data_subtype": split, "license": {"url": "", "name": ""}}
