@@ -27,7 +27,7 @@ from e2e_vl.synthetic.config import (
 from e2e_vl.synthetic.language import Reference
 from e2e_vl.synthetic.scenes import Appearance, Scene, SceneGraph, SceneObject, box_iou
 
-CATEGORIES = [{"supercategory": "shape", "id": i + 1, "name": name} for i, name in enumerate(SHAPES)]
+CATEGORIES = [{"supercategory": "shape", "id": i, "name": name} for i, name in enumerate(SHAPES, start=1)]
 ATTRIBUTES = [{"id": i, "name": name} for i, name in enumerate([*COLOURS, *TEXTURES, *SIZES])]
 CATEGORY_NAMES = {entry["id"]: entry["name"] for entry in CATEGORIES}
 CATEGORY_IDS = {name: category_id for category_id, name in CATEGORY_NAMES.items()}
@@ -49,7 +49,7 @@ class Recipe:
     detections: ImitatedDetectorConfig
 
     def generator(self, *names: str | int) -> np.random.Generator:
-        """A random number generator that depends on the seed and these names and numbers only."""
+        """Return a random number generator that depends on the seed and these names and numbers only."""
         numbers = [name if isinstance(name, int) else zlib.crc32(name.encode()) for name in names]
         return np.random.default_rng([self.seed, *numbers])
 
@@ -77,7 +77,8 @@ class ObjectRecord:
     def from_object(cls, item: SceneObject) -> ObjectRecord:
         """Make the record of a drawn object."""
         x1, y1, x2, y2 = map(float, item.box)
-        return cls(item.appearance, [x1, y1, x2 - x1, y2 - y1], item.area, polygons(item.visible))
+        width, height = x2 - x1, y2 - y1
+        return cls(item.appearance, [x1, y1, width, height], item.area, polygons(item.visible))
 
     @property
     def category_id(self) -> int:
@@ -133,7 +134,7 @@ class FormatWriter(ABC):
 
 
 def by_split(scenes: Iterable[SceneRecord]) -> dict[str, list[SceneRecord]]:
-    """The scenes of each split that has any, in the order of their image ids."""
+    """Return the scenes of each split that has any, in the order of their image ids."""
     splits: dict[str, list[SceneRecord]] = {}
     for scene in scenes:
         splits.setdefault(scene.split, []).append(scene)
@@ -155,26 +156,33 @@ def link_image(source: Path, target: Path) -> None:
 
 
 def polygons(mask: np.ndarray) -> list[list[int]]:
-    """Outlines of a mask (bool [height, width]) along the edges of its pixels, per part one flat list x, y, x, y, ...
+    """Trace the outlines of a mask (bool [height, width]) along the edges of its pixels.
 
-    Rasterised by pycocotools they give the mask back exactly; holes are left out, because COCO's polygons cannot have
-    any.
+    Returns one flat list x, y, x, y, ... per part. Rasterised by pycocotools they give the mask back exactly; holes are
+    left out, because COCO's polygons cannot have any.
     """
     # In the doubled picture a contour runs through the first or the second half of a pixel; rounding up after halving
     # moves it to the pixel's edge on that side.
-    x, y, w, h = cv2.boundingRect(mask.view(np.uint8))
-    doubled = cv2.resize(mask[y : y + h, x : x + w].view(np.uint8), (2 * w, 2 * h), interpolation=cv2.INTER_NEAREST)
+    pixels = mask.view(np.uint8)
+    x, y, w, h = cv2.boundingRect(pixels)
+    doubled = cv2.resize(pixels[y : y + h, x : x + w], (2 * w, 2 * h), interpolation=cv2.INTER_NEAREST)
     contours, _ = cv2.findContours(doubled, cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_NONE)
-    return [(_corners((contour[:, 0] + 1) // 2) + np.array([x, y])).ravel().tolist() for contour in contours]
+    outlines = []
+    for contour in contours:
+        path = (contour[:, 0] + 1) // 2
+        corners = _corners(path) + np.array([x, y])
+        outlines.append(corners.ravel().tolist())
+    return outlines
 
 
 def _corners(path: np.ndarray) -> np.ndarray:
-    """The points of a closed path of axis-parallel steps at which it turns, int [points, 2] -> int [corners, 2]."""
+    """Return the points at which a closed path of axis-parallel steps turns, int [points, 2] -> int [corners, 2]."""
     steps = np.diff(path, axis=0, append=path[:1])
-    moved = steps.any(axis=1)
-    path, steps = path[moved], np.sign(steps[moved])
-    turned = (np.diff(steps, axis=0, prepend=steps[-1:]) != 0).any(axis=1)
-    return path[turned]
+    moves = steps.any(axis=1)
+    path = path[moves]
+    directions = np.sign(steps[moves])
+    turns = (np.diff(directions, axis=0, prepend=directions[-1:]) != 0).any(axis=1)
+    return path[turns]
 
 
 def draw_detections(scene: Scene, config: ImitatedDetectorConfig, rng: np.random.Generator) -> list[dict[str, Any]]:
@@ -182,20 +190,21 @@ def draw_detections(scene: Scene, config: ImitatedDetectorConfig, rng: np.random
 
     Returns dicts of `box` [x, y, w, h] in pixels, `category_id`, `category_name` and `score`.
     """
-    size = scene.image.shape[1], scene.image.shape[0]
-    truth = np.array([item.box for item in scene.objects], float)
-    found = np.flatnonzero(rng.random(len(truth)) >= config.missed)
-    if not len(found):
-        found = np.arange(1)
+    height, width = scene.image.shape[:2]
+    size = (width, height)
+    object_boxes = np.array([item.box for item in scene.objects], float)  # xyxy
+    detected = np.flatnonzero(rng.random(len(object_boxes)) >= config.missed)
+    if not len(detected):
+        detected = np.arange(1)
     detections = []
-    for i in found:
-        box = _jitter_box(truth[i], size, rng)
+    for i in detected:
+        box = _jitter_box(object_boxes[i], size, rng)
         category = CATEGORY_IDS[scene.objects[i].appearance.shape]
         if rng.random() < config.wrong_category:
             category = CATEGORIES[rng.integers(len(CATEGORIES))]["id"]
         detections.append(_detection(box, category, rng.uniform(0.75, 1.0)))
     for _ in range(int(rng.integers(0, config.false_alarms + 1))):
-        box = _draw_false_alarm(truth, size, rng)
+        box = _draw_false_alarm(object_boxes, size, rng)
         if box is not None:
             category = CATEGORIES[rng.integers(len(CATEGORIES))]["id"]
             detections.append(_detection(box, category, rng.uniform(0.65, 0.9)))
@@ -221,12 +230,14 @@ def _jitter_box(box: np.ndarray, size: tuple[int, int], rng: np.random.Generator
     return box
 
 
-def _draw_false_alarm(truth: np.ndarray, size: tuple[int, int], rng: np.random.Generator) -> np.ndarray | None:
-    sides = truth[:, 2:] - truth[:, :2]
+def _draw_false_alarm(object_boxes: np.ndarray, size: tuple[int, int], rng: np.random.Generator) -> np.ndarray | None:
+    sides = object_boxes[:, 2:] - object_boxes[:, :2]
     for _ in range(_ATTEMPTS):
         centre = rng.uniform(0, size)
         half = sides[rng.integers(len(sides))] * rng.uniform(0.7, 1.3, 2) / 2
         box = np.clip(np.concatenate([centre - half, centre + half]), 0, np.tile(size, 2))
-        if (box[2:] - box[:2]).min() >= 6 and max(box_iou(box, other) for other in truth) <= _MAX_FALSE_IOU:
+        if (box[2:] - box[:2]).min() < 6:
+            continue
+        if max(box_iou(box, other) for other in object_boxes) <= _MAX_FALSE_IOU:
             return box
     return None

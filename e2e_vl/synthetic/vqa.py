@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from typing_extensions import override
@@ -38,6 +38,7 @@ SCORES = (0.0, 0.3, 0.6, 0.9, 1.0)  # of an answer that 0, 1, 2, 3, and 4 or mor
 _WRONG = 0.08  # chance that a person is wrong
 _SPELLED = 0.1  # chance that a person writes a number up to ten as a word
 _KINDS = ("colour", "colour", "shape", "count", "count", "exists", "verify")  # the questions about one scene
+_ANSWER_TYPES = {"count": "number", "exists": "yes/no", "verify": "yes/no"}  # of other kinds: "other"
 _COUNTED = (("colour",), ("shape",), ("texture", "colour"))
 _ATTEMPTS = 30
 _YES_OR_NO = {True: ("yes", ["no"]), False: ("no", ["yes"])}  # the right answer, and the wrong one
@@ -51,7 +52,15 @@ _INFO = {
 }
 
 _Question = dict[str, Any]
-_Made = tuple[str, str, str, Sequence[str]] | None  # question, its type, the right answer, wrong ones
+
+
+class _Draft(NamedTuple):
+    """A question before people answer it."""
+
+    text: str  # lower case, without the question mark
+    question_type: str
+    answer: str  # the right one
+    wrong_answers: Sequence[str]
 
 
 class VQAWriter(FormatWriter):
@@ -59,31 +68,42 @@ class VQAWriter(FormatWriter):
 
     @override
     def draw(self, scene: SceneRecord, graph: SceneGraph) -> list[_Question]:
-        return draw_vqa_questions(graph, self.recipe.scene, self.recipe.generator(scene.split, scene.number, "vqa"))
+        rng = self.recipe.generator(scene.split, scene.number, "vqa")
+        return draw_vqa_questions(graph, self.recipe.scene, rng)
 
     @override
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
-        for split, part in by_split(scenes).items():
-            frame = {"info": _INFO, "data_type": "mscoco", "data_subtype": split, "license": {"url": "", "name": ""}}
-            questions, annotations = [], []
-            for scene in part:
-                for number, one in enumerate(scene.drawn):
+        for split, split_scenes in by_split(scenes).items():
+            questions = []
+            annotations = []
+            for scene in split_scenes:
+                for number, question in enumerate(scene.drawn):
                     ids = {"image_id": scene.image_id, "question_id": scene.image_id * 1000 + number}
-                    questions.append({**ids, "question": one["question"]})
-                    answers = [
-                        {"answer": answer, "answer_confidence": "yes", "answer_id": person}
-                        for person, answer in enumerate(one["answers"], start=1)
-                    ]
-                    kept = {key: one[key] for key in ("question_type", "answer_type", "multiple_choice_answer")}
-                    annotations.append({**ids, **kept, "answers": answers})
-            for name, content in (
-                (
-                    f"v2_OpenEnded_mscoco_{split}_questions",
-                    {**frame, "task_type": "Open-Ended", "questions": questions},
-                ),
-                (f"v2_mscoco_{split}_annotations", {**frame, "annotations": annotations}),
-            ):
-                (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+                    questions.append({**ids, "question": question["question"]})
+                    annotations.append({**ids, **_annotation(question)})
+            header = {"info": _INFO, "data_type": "mscoco", "data_subtype": split, "license": {"url": "", "name": ""}}
+            questions_file = {**header, "task_type": "Open-Ended", "questions": questions}
+            annotations_file = {**header, "annotations": annotations}
+            _write(folder / f"v2_OpenEnded_mscoco_{split}_questions.json", questions_file)
+            _write(folder / f"v2_mscoco_{split}_annotations.json", annotations_file)
+
+
+def _annotation(question: _Question) -> dict[str, Any]:
+    """Return a question's answers as the annotations file has them, without ids."""
+    answers = [
+        {"answer": answer, "answer_confidence": "yes", "answer_id": person}
+        for person, answer in enumerate(question["answers"], start=1)
+    ]
+    return {
+        "question_type": question["question_type"],
+        "answer_type": question["answer_type"],
+        "multiple_choice_answer": question["multiple_choice_answer"],
+        "answers": answers,
+    }
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content), encoding="utf-8")
 
 
 def draw_vqa_questions(graph: SceneGraph, config: SceneConfig, rng: np.random.Generator) -> list[_Question]:
@@ -102,73 +122,85 @@ def draw_vqa_questions(graph: SceneGraph, config: SceneConfig, rng: np.random.Ge
     questions: dict[str, _Question] = {}
     for kind in _KINDS:
         for _ in range(_ATTEMPTS):
-            made = makers[kind](graph, config.values, rng)
-            if made is None:
+            draft = makers[kind](graph, config.values, rng)
+            if draft is None:
                 break
-            text, question_type, answer, others = made
+            text = draft.text
             if text in questions:
                 continue
-            answers = _answers_of_people(answer, others, rng)
+            answers = _answers_of_people(draft.answer, draft.wrong_answers, rng)
+            [(most_common, _)] = Counter([*answers, draft.answer]).most_common(1)
             questions[text] = {
                 "question": text[0].upper() + text[1:] + "?",
                 "kind": kind,
-                "question_type": question_type,
-                "answer_type": {"count": "number", "exists": "yes/no", "verify": "yes/no"}.get(kind, "other"),
+                "question_type": draft.question_type,
+                "answer_type": _ANSWER_TYPES.get(kind, "other"),
                 "answers": answers,
-                "multiple_choice_answer": Counter([*answers, answer]).most_common(1)[0][0],
+                "multiple_choice_answer": most_common,
             }
             break
     return list(questions.values())
 
 
-def _ask_value(slot: str, question_type: str, graph: SceneGraph, values: Values, rng: np.random.Generator) -> _Made:
-    found = identify(graph, without(SLOTS, slot), rng)
-    if found is None:
+def _ask_value(
+    slot: str, question_type: str, graph: SceneGraph, values: Values, rng: np.random.Generator
+) -> _Draft | None:
+    identified = identify(graph, without(SLOTS, slot), rng)
+    if identified is None:
         return None
-    index, description = found
+    index, description = identified
     answer = getattr(graph.appearances[index], slot)
-    return f"{question_type} {noun_phrase(description)}", question_type, answer, without(values[slot], answer)
+    text = f"{question_type} {noun_phrase(description)}"
+    return _Draft(text, question_type, answer, without(values[slot], answer))
 
 
-def _ask_count(graph: SceneGraph, values: Values, rng: np.random.Generator) -> _Made:
+def _ask_count(graph: SceneGraph, values: Values, rng: np.random.Generator) -> _Draft:
     slots = _COUNTED[rng.integers(len(_COUNTED))]
     by_count: dict[int, list[Description]] = defaultdict(list)
     for description in all_descriptions(slots, values):
         by_count[description.mask(graph).bit_count()].append(description)
-    number = sorted(by_count)[rng.integers(len(by_count))]
-    description = by_count[number][rng.integers(len(by_count[number]))]
-    near = [str(other) for other in (number - 1, number + 1) if other >= 0]
-    return f"how many {noun_phrase(description, plural=True)} are there", "how many", str(number), near
+    counts = sorted(by_count)
+    count = counts[rng.integers(len(counts))]
+    descriptions = by_count[count]
+    description = descriptions[rng.integers(len(descriptions))]
+    text = f"how many {noun_phrase(description, plural=True)} are there"
+    neighbours = [str(other) for other in (count - 1, count + 1) if other >= 0]
+    return _Draft(text, "how many", str(count), neighbours)
 
 
-def _ask_existence(graph: SceneGraph, values: Values, rng: np.random.Generator) -> _Made:
+def _ask_existence(graph: SceneGraph, values: Values, rng: np.random.Generator) -> _Draft | None:
     slots = THING_SLOTS[rng.integers(len(THING_SLOTS))]
-    wanted = bool(rng.random() < 0.5)
-    thing = draw_thing(graph, slots, values, wanted, rng)
-    return None if thing is None else (f"is there a {thing}", "is there a", *_YES_OR_NO[wanted])
-
-
-def _ask_yes_or_no(graph: SceneGraph, values: Values, rng: np.random.Generator) -> _Made:
-    slot = ("colour", "texture", "size")[rng.integers(3)]
-    found = identify(graph, without(SLOTS, slot), rng)
-    if found is None or len(values[slot]) < 2:
+    exists = bool(rng.random() < 0.5)
+    thing = draw_thing(graph, slots, values, exists, rng)
+    if thing is None:
         return None
-    index, description = found
-    true = getattr(graph.appearances[index], slot)
+    return _Draft(f"is there a {thing}", "is there a", *_YES_OR_NO[exists])
+
+
+def _ask_yes_or_no(graph: SceneGraph, values: Values, rng: np.random.Generator) -> _Draft | None:
+    slot = ("colour", "texture", "size")[rng.integers(3)]
+    identified = identify(graph, without(SLOTS, slot), rng)
+    if identified is None or len(values[slot]) < 2:
+        return None
+    index, description = identified
+    value = getattr(graph.appearances[index], slot)
     is_true = bool(rng.random() < 0.5)
-    others = without(values[slot], true)
-    said = true if is_true else others[rng.integers(len(others))]
-    return (f"is the {noun_phrase(description)} {said}", "is the", *_YES_OR_NO[is_true])
+    if not is_true:
+        others = without(values[slot], value)
+        value = others[rng.integers(len(others))]
+    return _Draft(f"is the {noun_phrase(description)} {value}", "is the", *_YES_OR_NO[is_true])
 
 
-def _answers_of_people(answer: str, others: Sequence[str], rng: np.random.Generator) -> list[str]:
+def _answers_of_people(right: str, wrong: Sequence[str], rng: np.random.Generator) -> list[str]:
     answers = []
     for _ in range(10):
-        wrong, spelled, choice = rng.random(3)
-        given = others[int(choice * len(others))] if wrong < _WRONG and others else answer
-        if spelled < _SPELLED and given.isdigit() and int(given) <= 10:
-            given = NUMBERS[int(given)]
-        answers.append(given)
+        error, spelling, choice = rng.random(3)
+        answer = right
+        if error < _WRONG and wrong:
+            answer = wrong[int(choice * len(wrong))]
+        if spelling < _SPELLED and answer.isdigit() and int(answer) <= 10:
+            answer = NUMBERS[int(answer)]
+        answers.append(answer)
     return answers
 
 
