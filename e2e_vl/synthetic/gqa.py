@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from typing_extensions import override
@@ -42,9 +42,9 @@ class GQAWriter(FormatWriter):
 
     @override
     def draw(self, scene: SceneRecord, graph: SceneGraph) -> dict[str, Any]:
-        generator = self.recipe.generator(scene.split, scene.number, "gqa")
+        rng = self.recipe.generator(scene.split, scene.number, "gqa")
         return {
-            "questions": draw_questions(graph, self.recipe.scene.values, generator),
+            "questions": draw_questions(graph, self.recipe.scene.values, rng),
             "in_front": [members(graph.related["in front"][anchor]) for anchor in range(graph.count)],
         }
 
@@ -52,13 +52,19 @@ class GQAWriter(FormatWriter):
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         for name in ("questions", "eval", "sceneGraphs"):
             (folder / name).mkdir(exist_ok=True)
-        for split, part in by_split(scenes).items():
-            questions = {key: one for scene in part for key, one in _with_ids(scene).items()}
-            choices = {
-                key: {"valid": one["choices"], "plausible": one.pop("choices")} for key, one in questions.items()
-            }
-            balanced = {key: one for key, one in questions.items() if one["isBalanced"]}
-            graphs = {str(scene.image_id): _graph(scene) for scene in part}
+        for split, split_scenes in by_split(scenes).items():
+            questions: dict[str, _Question] = {}
+            graphs = {}
+            for scene in split_scenes:
+                questions |= _with_ids(scene)
+                graphs[str(scene.image_id)] = _graph(scene)
+            choices = {}
+            balanced = {}
+            for question_id, question in questions.items():
+                values = question.pop("choices")
+                choices[question_id] = {"valid": values, "plausible": values}
+                if question["isBalanced"]:
+                    balanced[question_id] = question
             write_compact(folder / "questions" / f"{split}_all_questions.json", questions)
             write_compact(folder / "questions" / f"{split}_balanced_questions.json", balanced)
             write_compact(folder / "eval" / f"{split}_choices.json", choices)
@@ -66,19 +72,25 @@ class GQAWriter(FormatWriter):
 
 
 def draw_questions(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[_Question]:
+    """Draw different questions about a scene, leaving out kinds that do not apply to it.
+
+    An entailed question follows the one that entails it, unless it was asked before.
+    """
     makers = {"query": _query, "choose": _choose, "verify": _verify, "logical": _logical, "compare": _compare}
     questions: dict[str, _Question] = {}
     for kind in _KINDS:
         for _ in range(_ATTEMPTS):
-            made = makers[kind](graph, values, rng)
-            if made is None:
+            candidates = makers[kind](graph, values, rng)
+            if candidates is None:
                 break
-            asked, *entailed = made
-            if asked["question"] in questions:
+            question, *entailed = candidates
+            if question["question"] in questions:
                 continue
-            entailed = [one for one in entailed if one["question"] not in questions]
-            asked["entailed"] = [len(questions) + 1 + number for number in range(len(entailed))]
-            questions |= {one["question"]: one for one in (asked, *entailed)}
+            entailed = [candidate for candidate in entailed if candidate["question"] not in questions]
+            first_entailed = len(questions) + 1
+            question["entailed"] = list(range(first_entailed, first_entailed + len(entailed)))
+            for new_question in (question, *entailed):
+                questions[new_question["question"]] = new_question
             break
     return list(questions.values())
 
@@ -97,14 +109,14 @@ def _make_question(
 ) -> _Question:
     """Make a question; without `dependencies` each program step depends on the previous one."""
     if dependencies is None:
-        dependencies = [[number - 1] if number else [] for number in range(len(program))]
+        dependencies = [[], *([number] for number in range(len(program) - 1))]
     return {
         "question": text[0].upper() + text[1:] + "?",
         "answer": answer,
         "choices": list(choices),
         "semantic": [
-            {"operation": operation, "dependencies": own, "argument": argument}
-            for (operation, argument), own in zip(program, dependencies, strict=True)
+            {"operation": operation, "dependencies": earlier_steps, "argument": argument}
+            for (operation, argument), earlier_steps in zip(program, dependencies, strict=True)
         ],
         "types": dict(zip(("structural", "semantic", "detailed"), types, strict=True)),
         "group": group,
@@ -114,163 +126,188 @@ def _make_question(
     }
 
 
-def _value(
-    graph: SceneGraph, values: Values, rng: np.random.Generator
-) -> tuple[int, str, str, str, list[str], str] | None:
-    """Draw what to ask for: object, its description, GQA's attribute name, the value, other values, and an article."""
+class _AskedValue(NamedTuple):
+    """An attribute of an object that a question asks for."""
+
+    index: int  # of the object
+    thing: str  # what describes the object
+    slot: str
+    name: str  # GQA's name of the attribute
+    value: str
+    others: list[str]  # other values
+    article: str  # before a value: "a " or nothing
+
+
+def _draw_value(graph: SceneGraph, values: Values, rng: np.random.Generator) -> _AskedValue | None:
     slot = _ASKED[rng.integers(len(_ASKED))]
-    found = identify(graph, without(SLOTS, slot), rng)
-    if found is None or len(values[slot]) < 2:
+    identified = identify(graph, without(SLOTS, slot), rng)
+    if identified is None or len(values[slot]) < 2:
         return None
-    index, description = found
-    answer = getattr(graph.appearances[index], slot)
-    article = "a " if slot == "shape" else ""
-    return index, noun_phrase(description), _SPELLED.get(slot, slot), answer, without(values[slot], answer), article
+    index, description = identified
+    value = getattr(graph.appearances[index], slot)
+    return _AskedValue(
+        index,
+        noun_phrase(description),
+        slot,
+        _SPELLED.get(slot, slot),
+        value,
+        without(values[slot], value),
+        article="a " if slot == "shape" else "",
+    )
 
 
 def _query(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[_Question] | None:
     """Ask for a value; entails asking whether it is that value, and whether it is another one."""
-    drawn = _value(graph, values, rng)
-    if drawn is None:
+    asked = _draw_value(graph, values, rng)
+    if asked is None:
         return None
-    index, thing, name, answer, others, article = drawn
-    select = "select", f"{thing} ({index})"
-    asked = _make_question(
-        f"what {name} is the {thing}",
-        answer,
-        values["colour" if name == "color" else name],
-        (select, ("query", name)),
-        ("query", "attr", name),
-        group=name,
-        objects=[index],
+    select = ("select", f"{asked.thing} ({asked.index})")
+    query = _make_question(
+        f"what {asked.name} is the {asked.thing}",
+        asked.value,
+        values[asked.slot],
+        (select, ("query", asked.name)),
+        ("query", "attr", asked.name),
+        group=asked.name,
+        objects=[asked.index],
     )
+    other = asked.others[rng.integers(len(asked.others))]
     entailed = [
         _make_question(
-            f"is the {thing} {article}{value}",
-            is_true,
+            f"is the {asked.thing} {asked.article}{value}",
+            answer,
             _YES_OR_NO,
-            (select, (f"verify {name}", value)),
-            ("verify", "attr", f"verify{name.capitalize()}"),
-            objects=[index],
+            (select, (f"verify {asked.name}", value)),
+            ("verify", "attr", f"verify{asked.name.capitalize()}"),
+            objects=[asked.index],
             balanced=False,
         )
-        for value, is_true in ((answer, "yes"), (others[rng.integers(len(others))], "no"))
+        for value, answer in ((asked.value, "yes"), (other, "no"))
     ]
-    return [asked, *entailed]
+    return [query, *entailed]
 
 
 def _choose(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[_Question] | None:
-    drawn = _value(graph, values, rng)
-    if drawn is None:
+    asked = _draw_value(graph, values, rng)
+    if asked is None:
         return None
-    index, thing, name, answer, others, article = drawn
-    both = [answer, others[rng.integers(len(others))]]
-    both = [both[number] for number in rng.permutation(2)]
-    asked = _make_question(
-        f"is the {thing} {article}{both[0]} or {article}{both[1]}",
-        answer,
-        both,
-        (("select", f"{thing} ({index})"), (f"choose {name}", "|".join(both))),
-        ("choose", "attr", f"choose{name.capitalize()}"),
-        group=f"choose {name}",
-        objects=[index],
+    pair = [asked.value, asked.others[rng.integers(len(asked.others))]]
+    first, second = (pair[number] for number in rng.permutation(2))
+    question = _make_question(
+        f"is the {asked.thing} {asked.article}{first} or {asked.article}{second}",
+        asked.value,
+        (first, second),
+        (("select", f"{asked.thing} ({asked.index})"), (f"choose {asked.name}", f"{first}|{second}")),
+        ("choose", "attr", f"choose{asked.name.capitalize()}"),
+        group=f"choose {asked.name}",
+        objects=[asked.index],
     )
-    return [asked]
+    return [question]
 
 
 def _verify(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[_Question] | None:
-    wanted = bool(rng.random() < 0.5)
-    thing = draw_thing(graph, THING_SLOTS[rng.integers(3)], values, wanted, rng)
+    exists = bool(rng.random() < 0.5)
+    thing = draw_thing(graph, THING_SLOTS[rng.integers(3)], values, exists, rng)
     if thing is None:
         return None
-    program = ("select", thing), ("exist", "?")
-    return [_make_question(f"is there a {thing}", _ANSWER[wanted], _YES_OR_NO, program, ("verify", "obj", "exist"))]
+    program = (("select", thing), ("exist", "?"))
+    types = ("verify", "obj", "exist")
+    return [_make_question(f"is there a {thing}", _ANSWER[exists], _YES_OR_NO, program, types)]
 
 
 def _logical(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[_Question] | None:
     """Choose whether the things exist so that "and" and "or" are true as often as false."""
     word = ("and", "or")[rng.integers(2)]
-    wanted = bool(rng.random() < 0.5)
-    first, second = (wanted, wanted) if wanted == (word == "and") else (wanted, not wanted)
+    is_true = bool(rng.random() < 0.5)
+    first_exists = is_true
+    # both exist for a true "and", neither exists for a false "or", otherwise one of the two
+    second_exists = is_true if is_true == (word == "and") else not is_true
     if rng.random() < 0.5:
-        first, second = second, first
-    things = [draw_thing(graph, THING_SLOTS[rng.integers(3)], values, is_there, rng) for is_there in (first, second)]
-    if None in things or things[0] == things[1]:
+        first_exists, second_exists = second_exists, first_exists
+    first = draw_thing(graph, THING_SLOTS[rng.integers(3)], values, first_exists, rng)
+    second = draw_thing(graph, THING_SLOTS[rng.integers(3)], values, second_exists, rng)
+    if first is None or second is None or first == second:
         return None
     start = "are there" if word == "and" else "is there"
-    asked = _make_question(
-        f"{start} a {things[0]} {word} a {things[1]}",
-        _ANSWER[wanted],
+    question = _make_question(
+        f"{start} a {first} {word} a {second}",
+        _ANSWER[is_true],
         _YES_OR_NO,
-        (("select", things[0]), ("exist", "?"), ("select", things[1]), ("exist", "?"), (word, "")),
+        (("select", first), ("exist", "?"), ("select", second), ("exist", "?"), (word, "")),
         ("logical", "obj", f"exist{word.capitalize()}"),
         dependencies=[[], [0], [], [2], [1, 3]],
     )
-    return [asked]
+    return [question]
 
 
 def _compare(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[_Question] | None:
     slot = ("colour", "shape")[rng.integers(2)]
-    wanted = bool(rng.random() < 0.5)
+    is_same = bool(rng.random() < 0.5)
     for _ in range(_ATTEMPTS):
-        found = [identify(graph, without(SLOTS, slot), rng) for _ in range(2)]
-        if None in found:
+        pair = [identify(graph, without(SLOTS, slot), rng) for _ in range(2)]
+        if None in pair:
             return None
-        (one, first), (other, second) = found
-        appearances = [getattr(graph.appearances[index], slot) for index in (one, other)]
-        if one != other and (appearances[0] == appearances[1]) == wanted:
+        (index, description), (other_index, other_description) = pair
+        value = getattr(graph.appearances[index], slot)
+        other_value = getattr(graph.appearances[other_index], slot)
+        if index != other_index and (value == other_value) == is_same:
             break
     else:
         return None
-    name, things = _SPELLED.get(slot, slot), [noun_phrase(first), noun_phrase(second)]
-    asked = _make_question(
-        f"do the {things[0]} and the {things[1]} have the same {name}",
-        _ANSWER[wanted],
+    name = _SPELLED.get(slot, slot)
+    thing = noun_phrase(description)
+    other_thing = noun_phrase(other_description)
+    question = _make_question(
+        f"do the {thing} and the {other_thing} have the same {name}",
+        _ANSWER[is_same],
         _YES_OR_NO,
-        (("select", f"{things[0]} ({one})"), ("select", f"{things[1]} ({other})"), (f"same {name}", "")),
+        (("select", f"{thing} ({index})"), ("select", f"{other_thing} ({other_index})"), (f"same {name}", "")),
         ("compare", "attr", "twoSame"),
         dependencies=[[], [], [0, 1]],
-        objects=[one, other],
+        objects=[index, other_index],
     )
-    return [asked]
+    return [question]
 
 
 def _with_ids(scene: SceneRecord) -> dict[str, _Question]:
-    """The questions of a scene as official records plus their choices; ids are zero-padded."""
-    drawn = scene.drawn["questions"]
-    ids = [f"{scene.image_id:06d}{number:02d}" for number in range(len(drawn))]
+    """Return the questions of a scene as official records plus their choices; ids are zero-padded."""
+    questions = scene.drawn["questions"]
+    ids = [f"{scene.image_id:06d}{number:02d}" for number in range(len(questions))]
     records = {}
-    for key, one in zip(ids, drawn, strict=True):
-        pointers = [str(scene.first_annotation_id + index) for index in one["objects"]]
-        steps = (f"{step['operation']}: {step['argument']} {step['dependencies']}" for step in one["semantic"])
-        last = len(one["question"].split()) - 1
-        records[key] = {
-            "semantic": one["semantic"],
-            "entailed": [ids[number] for number in one["entailed"]],
-            "equivalent": [key],
-            "question": one["question"],
+    for question_id, question in zip(ids, questions, strict=True):
+        steps = [f"{step['operation']}: {step['argument']} {step['dependencies']}" for step in question["semantic"]]
+        last_word = len(question["question"].split()) - 1
+        pointers = {  # number of a word, as a string -> object id
+            str(last_word - number): str(scene.first_annotation_id + index)
+            for number, index in enumerate(question["objects"])
+        }
+        records[question_id] = {
+            "semantic": question["semantic"],
+            "entailed": [ids[number] for number in question["entailed"]],
+            "equivalent": [question_id],
+            "question": question["question"],
             "imageId": str(scene.image_id),
-            "isBalanced": one["isBalanced"],
-            "groups": {"global": one["group"], "local": one["types"]["detailed"]},
-            "answer": one["answer"],
+            "isBalanced": question["isBalanced"],
+            "groups": {"global": question["group"], "local": question["types"]["detailed"]},
+            "answer": question["answer"],
             "semanticStr": "->".join(steps),
-            "annotations": {
-                "answer": {},
-                "question": {str(last - number): pointer for number, pointer in enumerate(pointers)},
-                "fullAnswer": {},
-            },
-            "types": one["types"],
-            "fullAnswer": f"{one['answer'].capitalize()}.",
-            "choices": one["choices"],
+            "annotations": {"answer": {}, "question": pointers, "fullAnswer": {}},
+            "types": question["types"],
+            "fullAnswer": f"{question['answer'].capitalize()}.",
+            "choices": question["choices"],
         }
     return records
 
 
 def _graph(scene: SceneRecord) -> dict[str, Any]:
+    """Return the official scene graph, whose only relation is "in front of"."""
     objects = {}
     for index, item in enumerate(scene.objects):
         x, y, w, h = (int(value) for value in item.box)
-        behind = [anchor for anchor, front in enumerate(scene.drawn["in_front"]) if index in front]
+        relations = []
+        for anchor, in_front in enumerate(scene.drawn["in_front"]):
+            if index in in_front:
+                relations.append({"name": "in front of", "object": str(scene.first_annotation_id + anchor)})
         objects[str(scene.first_annotation_id + index)] = {
             "name": item.appearance.shape,
             "x": x,
@@ -278,8 +315,6 @@ def _graph(scene: SceneRecord) -> dict[str, Any]:
             "w": w,
             "h": h,
             "attributes": [item.appearance.colour, item.appearance.texture, item.appearance.size],
-            "relations": [
-                {"name": "in front of", "object": str(scene.first_annotation_id + anchor)} for anchor in behind
-            ],
+            "relations": relations,
         }
     return {"width": scene.size[1], "height": scene.size[0], "objects": objects}

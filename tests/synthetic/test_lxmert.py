@@ -41,4 +41,4 @@ def test_features_tell_the_class(synthetic_folder):
     for image in read(synthetic_folder, "val"):
         row = store[image["img_id"]]
         assert row.features.shape == (REGIONS, FEATURE_DIM) and len(row.boxes) == REGIONS
-        assert (row.features[:, :6].argmax(axis=1) == row.classes).mean() > 0.8
+        assert (row.features[:, :6].argmax(axis=1) == row.predictions.classes).mean() > 0.8
