@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from typing_extensions import override
@@ -42,15 +42,34 @@ CHOICES = 4
 _MAX_QUESTIONS = 4  # per scene
 _ATTEMPTS = 40
 _LABELS = (  # keys that lines of the unlabelled split do not have
-    *("answer_label", "answer_sources", "answer_match_iter", "answer_orig", "answer_likelihood"),
-    *("rationale_label", "rationale_sources", "rationale_match_iter", "rationale_orig"),
-    *("match_fold", "match_index"),
+    "answer_label",
+    "answer_sources",
+    "answer_match_iter",
+    "answer_orig",
+    "answer_likelihood",
+    "rationale_label",
+    "rationale_sources",
+    "rationale_match_iter",
+    "rationale_orig",
+    "match_fold",
+    "match_index",
 )
 
 Sentence = list[Any]  # words, and lists of objects
-_Choices = tuple[list[Sentence], int]  # and the row of the right one
-_Asked = tuple[Sentence, _Choices, _Choices]  # question, answers, rationales
 _Question = dict[str, Any]
+
+
+class _Choices(NamedTuple):
+    sentences: list[Sentence]
+    right: int  # the row of the right one
+
+
+class _Draft(NamedTuple):
+    """A question whose choices are not yet in a random order."""
+
+    question: Sentence
+    answers: _Choices
+    rationales: _Choices
 
 
 class VCRWriter(FormatWriter):
@@ -63,80 +82,105 @@ class VCRWriter(FormatWriter):
         Returns dicts of "family", "question", and "answer_choices", "answer_label", "rationale_choices" and
         "rationale_label", the right choice at a random place.
         """
-        rng, families = self.recipe.generator(scene.split, scene.number, "vcr"), self.recipe.language.vcr_families
+        rng = self.recipe.generator(scene.split, scene.number, "vcr")
+        families = self.recipe.language.vcr_families
         colours = [appearance.colour for appearance in graph.appearances]
-        found: dict[str, _Question] = {}
+        questions: dict[str, _Question] = {}  # by the text of their JSON
         for attempt in range(_ATTEMPTS):
-            if len(found) == _MAX_QUESTIONS:
+            if len(questions) == _MAX_QUESTIONS:
                 break
             family = families[attempt % len(families)]
-            asked = _ask(family, colours, rng)
-            if asked is None or json.dumps(asked[0]) in found:
+            draft = _ask(family, colours, rng)
+            if draft is None:
                 continue
-            question, answers, rationales = asked
-            record: _Question = {"family": family, "question": question}
-            for kind, (choices, right) in (("answer", answers), ("rationale", rationales)):
+            text = json.dumps(draft.question)
+            if text in questions:
+                continue
+            question: _Question = {"family": family, "question": draft.question}
+            for kind, choices in (("answer", draft.answers), ("rationale", draft.rationales)):
                 order = rng.permutation(CHOICES).tolist()
-                record[f"{kind}_choices"] = [choices[index] for index in order]
-                record[f"{kind}_label"] = order.index(right)
-            found[json.dumps(question)] = record
-        return list(found.values())
+                question[f"{kind}_choices"] = [choices.sentences[row] for row in order]
+                question[f"{kind}_label"] = order.index(choices.right)
+            questions[text] = question
+        return list(questions.values())
 
     @override
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
-        for split, part in by_split(scenes).items():
-            (folder / "vcr1images" / f"drawn_{split}").mkdir(parents=True, exist_ok=True)
+        for split, split_scenes in by_split(scenes).items():
+            images = folder / "vcr1images"
+            (images / f"drawn_{split}").mkdir(parents=True, exist_ok=True)
             lines: list[str] = []
-            for scene in part:
-                image = f"drawn_{split}/{split}_{scene.number:06d}@0"
+            for scene in split_scenes:
+                name = f"drawn_{split}/{split}_{scene.number:06d}@0"
+                files = {"img_fn": f"{name}{scene.image_file.suffix}", "metadata_fn": f"{name}.json"}
                 metadata = _metadata(scene)
-                link_image(scene.image_file, folder / "vcr1images" / f"{image}{scene.image_file.suffix}")
-                (folder / "vcr1images" / f"{image}.json").write_text(json.dumps(metadata), encoding="utf-8")
+                link_image(scene.image_file, images / files["img_fn"])
+                (images / files["metadata_fn"]).write_text(json.dumps(metadata), encoding="utf-8")
                 for position, question in enumerate(scene.drawn):
-                    files = {"img_fn": f"{image}{scene.image_file.suffix}", "metadata_fn": f"{image}.json"}
                     ids = {"img_id": f"{split}-{scene.number}", "question_number": position}
-                    lines.append(json.dumps(_line(question, split, len(lines), metadata["names"], files, ids)))
-            (folder / f"{split}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+                    line = _line(question, split, len(lines), metadata["names"], files, ids)
+                    lines.append(json.dumps(line) + "\n")
+            (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
-def _ask(family: str, colours: Sequence[str], rng: np.random.Generator) -> _Asked | None:
+def _ask(family: str, colours: Sequence[str], rng: np.random.Generator) -> _Draft | None:
     """Make a question about one or two objects; None if the scene has too few colours that several objects share.
 
     Three objects of different colours are named before the asked colour is drawn: that of a named object and others, or
     one of a single object, for which no named object is right. So the image and the choices alone leave three or four
     that are equally likely.
+
+    Args:
+        colours: the colour of each object.
     """
-    places = {colour: [i for i, own in enumerate(colours) if own == colour] for colour in _shuffled(COLOURS, rng)}
-    shared = [colour for colour, own in places.items() if len(own) > 1][: CHOICES - 1]
-    single = [colour for colour, own in places.items() if len(own) == 1]
-    fillers, rest = single[: CHOICES - 1 - len(shared)], single[CHOICES - 1 - len(shared) :][:1]
-    possible = [*shared, *rest]
+    owners: dict[str, list[int]] = {}  # colour -> the objects that have it
+    for colour in _shuffled(COLOURS, rng):
+        owners[colour] = [index for index, other in enumerate(colours) if other == colour]
+    absent = [colour for colour in owners if len(owners[colour]) == 0]
+    single = [colour for colour in owners if len(owners[colour]) == 1]
+    shared = [colour for colour in owners if len(owners[colour]) > 1][: CHOICES - 1]
+    num_fillers = CHOICES - 1 - len(shared)
+    fillers = single[:num_fillers]
+    possible = [*shared, *single[num_fillers:][:1]]  # colours that may be asked for
     if len(possible) < CHOICES - 1:
         return None
     row = int(rng.integers(len(possible)))
-    asked = possible[row]
-    one = _any(places[asked], rng)
-    named = [_any([i for i in places[colour] if i != one], rng) for colour in (*shared, *fillers)]
-    absent = [colour for colour, own in places.items() if not own]
-    words = [["It", "is", colour, "."] for colour in [*possible, *fillers, *absent][:CHOICES]], row
-    right = row if asked in shared else CHOICES - 1
+    asked_colour = possible[row]
+    asked = _draw(owners[asked_colour], rng)
+    named = []  # objects in the choices, never the one that is asked about
+    for colour in (*shared, *fillers):
+        others = [index for index in owners[colour] if index != asked]
+        named.append(_draw(others, rng))
+    right = row if asked_colour in shared else CHOICES - 1  # "none of the named objects" comes last
+
+    answer_colours = [*possible, *fillers, *absent][:CHOICES]
+    colour_choices = _Choices([["It", "is", colour, "."] for colour in answer_colours], row)
     if family == "match":
-        answers = [*([[i], "."] for i in named), ["None", "."]]
-        return ["Which", "has", "the", "colour", "of", [one], "?"], (answers, right), words
+        answers = [*([[index], "."] for index in named), ["None", "."]]
+        question = ["Which", "has", "the", "colour", "of", [asked], "?"]
+        return _Draft(question, _Choices(answers, right), colour_choices)
+
     subject = ["It"] if family == "colour" else ["The", "first"]
-    reasons = [[*subject, "has", "the", "colour", "of", [i], "."] for i in named]
-    rationales = [*reasons, [*subject, "has", "a", "colour", "of", "its", "own", "."]], right
+    reasons = [[*subject, "has", "the", "colour", "of", [index], "."] for index in named]
+    reasons.append([*subject, "has", "a", "colour", "of", "its", "own", "."])
+    rationales = _Choices(reasons, right)
     if family == "colour":
-        return ["What", "colour", "is", [one], "?"], words, rationales
-    other = _any([colour for colour in possible if colour != asked], rng)
-    seconds = _shuffled([colour for colour, own in places.items() if own and colour not in (asked, other)], rng)[:2]
+        return _Draft(["What", "colour", "is", [asked], "?"], colour_choices, rationales)
+
+    wrong_colour = _draw([colour for colour in possible if colour != asked_colour], rng)
+    used = (asked_colour, wrong_colour, *absent)
+    seconds = _shuffled([colour for colour in owners if colour not in used], rng)[:2]
     if len(seconds) < 2:
         return None
-    answers = [["They", "are", first, "and", second, "."] for first in (asked, other) for second in seconds]
-    return ["What", "colours", "are", [one, _any(places[seconds[0]], rng)], "?"], (answers, 0), rationales
+    second = _draw(owners[seconds[0]], rng)
+    answers = []
+    for first_colour in (asked_colour, wrong_colour):
+        for second_colour in seconds:
+            answers.append(["They", "are", first_colour, "and", second_colour, "."])
+    return _Draft(["What", "colours", "are", [asked, second], "?"], _Choices(answers, 0), rationales)
 
 
-def _any(values: Sequence[Any], rng: np.random.Generator) -> Any:
+def _draw(values: Sequence[Any], rng: np.random.Generator) -> Any:
     return values[int(rng.integers(len(values)))]
 
 
@@ -146,16 +190,25 @@ def _shuffled(values: Sequence[Any], rng: np.random.Generator) -> list[Any]:
 
 def as_read_aloud(sentence: Sentence) -> str:
     """Format a sentence for the `_orig` fields, which number objects from 1."""
-    words = (t if isinstance(t, str) else " and ".join(str(number + 1) for number in t) for t in sentence)
+    words = []
+    for token in sentence:
+        if isinstance(token, list):
+            token = " and ".join(str(index + 1) for index in token)
+        words.append(token)
     return " ".join(words)
 
 
 def _metadata(scene: SceneRecord) -> dict[str, Any]:
-    """The content of an image's metadata file; `attribute_ids` (see `coco.py`) are ours."""
-    boxes = [item.box for item in scene.objects]
+    """Return the content of an image's metadata file; `attribute_ids` (see `coco.py`) are ours."""
+    boxes = []
+    polygons = []
+    for item in scene.objects:
+        x, y, w, h = item.box
+        boxes.append([x, y, x + w, y + h, 1.0])
+        polygons.append([np.reshape(outline, (-1, 2)).tolist() for outline in item.outlines])
     return {
-        "boxes": [[x, y, x + w, y + h, 1.0] for x, y, w, h in boxes],
-        "segms": [[np.reshape(flat, (-1, 2)).tolist() for flat in item.outlines] for item in scene.objects],
+        "boxes": boxes,
+        "segms": polygons,
         "names": [CLASS_OF[item.appearance.shape] for item in scene.objects],
         "width": scene.size[1],
         "height": scene.size[0],
@@ -166,8 +219,9 @@ def _metadata(scene: SceneRecord) -> dict[str, Any]:
 def _line(
     question: _Question, split: str, index: int, objects: list[str], files: dict[str, str], ids: dict[str, Any]
 ) -> dict[str, Any]:
-    """A line of a jsonl file, with VCR's keys; `index` is its number in the file."""
-    answer, rationale = (question[f"{kind}_choices"][question[f"{kind}_label"]] for kind in ("answer", "rationale"))
+    """Return a line of a jsonl file, with VCR's keys; `index` is its number in the file."""
+    answer = question["answer_choices"][question["answer_label"]]
+    rationale = question["rationale_choices"][question["rationale_label"]]
     record = {
         "movie": "drawn_scenes",
         "objects": objects,
@@ -192,5 +246,6 @@ def _line(
         "match_index": index,
         "family": question["family"],
     }
-    left_out = _LABELS if split == UNLABELLED else ()
-    return {key: value for key, value in record.items() if key not in left_out}
+    if split == UNLABELLED:
+        return {key: value for key, value in record.items() if key not in _LABELS}
+    return record
