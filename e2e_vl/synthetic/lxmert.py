@@ -39,86 +39,113 @@ class LxmertWriter(FormatWriter):
     @override
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         answers: set[str] = set()
-        for split, part in by_split(scenes).items():
-            sentences = [
-                {
-                    "img_id": scene.image_file.stem,
-                    "sentf": {"mscoco": scene.captions, SOURCE: [one["question"] for one in scene.drawn["questions"]]},
-                    "labelf": {SOURCE: [vqa_scores(one["answers"]) for one in scene.drawn["questions"]]},
-                }
-                for scene in part
-            ]
-            questions = [question for scene in part for question in _questions(scene)]
-            answers |= {answer for question in questions for answer in question["label"]}
-            for name, content in (("", sentences), ("_vqa", questions), ("_nlvr2", self._pairs(split, part))):
-                (folder / f"{split}{name}.json").write_text(json.dumps(content), encoding="utf-8")
-            lines = (_line(scene) for scene in part)
+        for split, split_scenes in by_split(scenes).items():
+            sentences = []
+            questions = []
+            lines = []
+            for scene in split_scenes:
+                sentences.append(_sentences(scene))
+                questions += _questions(scene)
+                lines.append(_line(scene))
+            for question in questions:
+                answers.update(question["label"])
+            _write(folder / f"{split}.json", sentences)
+            _write(folder / f"{split}_vqa.json", questions)
+            _write(folder / f"{split}_nlvr2.json", self._pairs(split, split_scenes))
             (folder / f"{split}_obj{REGIONS}.tsv").write_text("".join(lines), encoding="utf-8")
-        listed = sorted(answers)
-        table = [{"ans": answer, "dsets": [SOURCE]} for answer in listed]
-        for name, content in (("all_ans", table), ("trainval_label2ans", listed)):
-            (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+        sorted_answers = sorted(answers)
+        _write(folder / "all_ans.json", [{"ans": answer, "dsets": [SOURCE]} for answer in sorted_answers])
+        _write(folder / "trainval_label2ans.json", sorted_answers)
 
     def _pairs(self, split: str, scenes: Sequence[SceneRecord]) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+        """Draw NLVR2's sets anew, with other random numbers than its own format."""
+        examples: list[dict[str, Any]] = []
         for number in range(max(len(scenes) // 2, 1)):
             rng = self.recipe.generator(split, number, "lxmert pairs")
-            made = draw_set(scenes, self.recipe.scene.values, rng)
-            for row, (pair, labels) in enumerate(zip(made[0], made[2], strict=True) if made else ()):
-                for column, (sentence, label) in enumerate(zip(made[1], labels, strict=True)):
-                    found.append(
-                        {
-                            "identifier": f"{split}-{number}-{row}-{column}",
-                            **{f"img{side}": scene.image_file.stem for side, scene in enumerate(pair)},
-                            "label": int(label),
-                            "sent": sentence.words,
-                            "uid": f"nlvr2_{split}_{len(found)}",
-                        }
-                    )
-        return found
+            pair_set = draw_set(scenes, self.recipe.scene.values, rng)
+            if pair_set is None:
+                continue
+            for row, (pair, labels) in enumerate(zip(pair_set.pairs, pair_set.labels, strict=True)):
+                left, right = pair
+                for column, (sentence, label) in enumerate(zip(pair_set.sentences, labels, strict=True)):
+                    example = {
+                        "identifier": f"{split}-{number}-{row}-{column}",
+                        "img0": left.image_file.stem,
+                        "img1": right.image_file.stem,
+                        "label": int(label),
+                        "sent": sentence.words,
+                        "uid": f"nlvr2_{split}_{len(examples)}",
+                    }
+                    examples.append(example)
+        return examples
+
+
+def _write(path: Path, content: list[Any]) -> None:
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def _sentences(scene: SceneRecord) -> dict[str, Any]:
+    """Return the pre-training record of an image: its captions and questions, and the scored answers."""
+    questions = scene.drawn["questions"]
+    return {
+        "img_id": scene.image_file.stem,
+        "sentf": {"mscoco": scene.captions, SOURCE: [question["question"] for question in questions]},
+        "labelf": {SOURCE: [vqa_scores(question["answers"]) for question in questions]},
+    }
 
 
 def _questions(scene: SceneRecord) -> list[dict[str, Any]]:
+    """Return the questions of an image as VQA's file has them."""
     return [
         {
             "question_id": scene.image_id * 1000 + number,
             "img_id": scene.image_file.stem,
-            "sent": one["question"],
-            "question_type": one["question_type"],
-            "answer_type": one["answer_type"],
-            "label": vqa_scores(one["answers"]),
+            "sent": question["question"],
+            "question_type": question["question_type"],
+            "answer_type": question["answer_type"],
+            "label": vqa_scores(question["answers"]),
         }
-        for number, one in enumerate(scene.drawn["questions"])
+        for number, question in enumerate(scene.drawn["questions"])
     ]
 
 
 def _row(scene: SceneRecord, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Make the regions by cycling through the objects and jittering their boxes."""
-    shown = [scene.objects[number % len(scene.objects)] for number in range(REGIONS)]
+    items = [scene.objects[number % len(scene.objects)] for number in range(REGIONS)]
     height, width = scene.size
     boxes = []
-    for one in shown:
-        x, y, w, h = one.box
-        corners = np.array([x, y, x + w, y + h]) + rng.normal(0, _JITTER, 4) * (w, h, w, h)
-        corners = np.clip(corners, 0, [width, height, width, height])
-        boxes.append(corners if (corners[2:] - corners[:2]).min() >= 1 else [x, y, x + w, y + h])
+    for item in items:
+        x, y, w, h = item.box
+        corners = np.array([x, y, x + w, y + h])
+        jittered = corners + rng.normal(0, _JITTER, 4) * (w, h, w, h)
+        jittered = np.clip(jittered, 0, [width, height, width, height])
+        is_too_small = (jittered[2:] - jittered[:2]).min() < 1
+        boxes.append(corners if is_too_small else jittered)
     features = rng.normal(0, _NOISE, (REGIONS, FEATURE_DIM))
-    for feature, one in zip(features, shown, strict=True):
-        feature[[one.category_id - 1, *(len(CATEGORIES) + attribute for attribute in one.attribute_ids)]] += 1
-    confidences = rng.uniform(0.3, 1.0, (2, REGIONS))
+    for feature, item in zip(features, items, strict=True):
+        feature[item.category_id - 1] += 1
+        for attribute_id in item.attribute_ids:
+            feature[len(CATEGORIES) + attribute_id] += 1
+    class_scores, attribute_scores = rng.uniform(0.3, 1.0, (2, REGIONS))
     return {
-        "objects_id": np.array([one.category_id - 1 for one in shown], dtype=np.int64),
-        "objects_conf": confidences[0].astype(np.float32),
-        "attrs_id": np.array([one.attribute_ids[0] for one in shown], dtype=np.int64),
-        "attrs_conf": confidences[1].astype(np.float32),
+        "objects_id": np.array([item.category_id - 1 for item in items], dtype=np.int64),
+        "objects_conf": class_scores.astype(np.float32),
+        "attrs_id": np.array([item.attribute_ids[0] for item in items], dtype=np.int64),
+        "attrs_conf": attribute_scores.astype(np.float32),
         "boxes": np.array(boxes, dtype=np.float32),
         "features": features.astype(np.float32),
     }
 
 
 def _line(scene: SceneRecord) -> str:
+    """Return the line of a features file: tab-separated, arrays in base64."""
     height, width = scene.size
     cells = [scene.image_file.stem, str(height), str(width)]
-    row = {name: base64.b64encode(np.ascontiguousarray(one)).decode() for name, one in scene.drawn["row"].items()}
-    cells += [row[name] for name in ("objects_id", "objects_conf", "attrs_id", "attrs_conf")]
-    return "\t".join([*cells, str(REGIONS), row["boxes"], row["features"]]) + "\n"
+    row = scene.drawn["row"]
+    cells += [_base64(row[name]) for name in ("objects_id", "objects_conf", "attrs_id", "attrs_conf")]
+    cells += [str(REGIONS), _base64(row["boxes"]), _base64(row["features"])]
+    return "\t".join(cells) + "\n"
+
+
+def _base64(values: np.ndarray) -> str:
+    return base64.b64encode(np.ascontiguousarray(values)).decode()

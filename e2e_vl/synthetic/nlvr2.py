@@ -9,10 +9,10 @@ by two in the same way; training from pixels needs them, because the detector's 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from typing_extensions import override
@@ -28,8 +28,7 @@ _DRAWN_PAIRS = 40  # candidates for the pairs of a set
 _ATTEMPTS = 200
 _SLOTS = (("shape",), ("colour",), ("colour", "shape"))
 
-_Pair = tuple[SceneRecord, SceneRecord]
-_Set = tuple[list[_Pair], list["PairSentence"], list[list[bool]]]  # see `draw_set`
+_Pair = tuple[SceneRecord, SceneRecord]  # the left and the right image
 
 
 @dataclass(frozen=True)
@@ -39,95 +38,144 @@ class PairSentence:
     family: str
     words: str
     description: Description
-    predicate: Callable[[int, int], bool]  # takes the counts in the left and the right image
+    side: str  # the image that is named first, "left" or "right", if any is named
+    number: int  # of objects, if a number is named
 
     def is_true(self, pair: _Pair) -> bool:
-        appearances = [[item.appearance for item in scene.objects] for scene in pair]
-        return self.predicate(*(sum(is_true_of(self.description, one) for one in own) for own in appearances))
+        """Return whether the sentence is true of a pair of images."""
+        left, right = pair
+        return self.is_true_of_counts(self.count(left), self.count(right))
+
+    def is_true_of_counts(self, left: int, right: int) -> bool:
+        """Return whether the sentence is true of images with so many matching objects."""
+        here, there = (left, right) if self.side == "left" else (right, left)
+        if self.family == "both":
+            return left > 0 and right > 0
+        if self.family == "exactly one":
+            return (left > 0) != (right > 0)
+        if self.family == "side":
+            return here > 0
+        if self.family == "more":
+            return here > there
+        return left + right == self.number  # total
+
+    def count(self, scene: SceneRecord) -> int:
+        """Count the objects of a scene that match the description."""
+        return sum(is_true_of(self.description, item.appearance) for item in scene.objects)
 
 
-def draw_sentence(values: Values, rng: np.random.Generator, wanted: Sequence[str] = PAIR_FAMILIES) -> PairSentence:
+class PairSet(NamedTuple):
+    """Four pairs of images, sentences about them, and which sentence is true of which pair."""
+
+    pairs: list[_Pair]
+    sentences: list[PairSentence]
+    labels: list[list[bool]]  # [pair][sentence]
+
+
+def draw_sentence(values: Values, rng: np.random.Generator, families: Sequence[str] = PAIR_FAMILIES) -> PairSentence:
+    """Draw a sentence of one of the families; whether it is true of any pair is left open."""
     slots = _SLOTS[rng.integers(len(_SLOTS))]
-    some = all_descriptions(slots, values)
-    description = some[rng.integers(len(some))]
-    one, several = noun_phrase(description), noun_phrase(description, plural=True)
-    sides = [("left", "right"), ("right", "left")][rng.integers(2)]
-    is_left, number = sides[0] == "left", int(rng.integers(1, 5))
-
-    def turned(left: int, right: int) -> tuple[int, int]:
-        """The counts on the named side and on the other side."""
-        return (left, right) if is_left else (right, left)
-
-    families: dict[str, tuple[str, Callable[[int, int], bool]]] = {
-        "both": (f"both images contain a {one}", lambda left, right: left > 0 and right > 0),
-        "exactly one": (
-            f"exactly one of the two images contains a {one}",
-            lambda left, right: (left > 0) != (right > 0),
-        ),
-        "side": (f"the {sides[0]} image contains a {one}", lambda left, right: turned(left, right)[0] > 0),
-        "more": (
-            f"there are more {several} in the {sides[0]} image than in the {sides[1]} image",
-            lambda left, right: turned(left, right)[0] > turned(left, right)[1],
-        ),
-        "total": (
-            f"the images contain {NUMBERS[number]} {one if number == 1 else several} in total",
-            lambda left, right: left + right == number,
-        ),
-    }
-    family = wanted[rng.integers(len(wanted))]
-    words, predicate = families[family]
-    return PairSentence(family, words[0].upper() + words[1:] + ".", description, predicate)
+    descriptions = all_descriptions(slots, values)
+    description = descriptions[rng.integers(len(descriptions))]
+    singular = noun_phrase(description)
+    plural = noun_phrase(description, plural=True)
+    side, other_side = [("left", "right"), ("right", "left")][rng.integers(2)]
+    number = int(rng.integers(1, 5))
+    family = families[rng.integers(len(families))]
+    words = {
+        "both": f"both images contain a {singular}",
+        "exactly one": f"exactly one of the two images contains a {singular}",
+        "side": f"the {side} image contains a {singular}",
+        "more": f"there are more {plural} in the {side} image than in the {other_side} image",
+        "total": f"the images contain {NUMBERS[number]} {singular if number == 1 else plural} in total",
+    }[family]
+    return PairSentence(family, words[0].upper() + words[1:] + ".", description, side, number)
 
 
 def draw_set(
     scenes: Sequence[SceneRecord],
     values: Values,
     rng: np.random.Generator,
-    sentences: int = 2,
+    num_sentences: int = 2,
     families: Sequence[str] = PAIR_FAMILIES,
-) -> _Set | None:
-    """Four pairs, at most `sentences` sentences, and their labels [pair][sentence].
+) -> PairSet | None:
+    """Draw four pairs and at most `num_sentences` sentences.
 
     None if no two sentences are found that are balanced over four of the drawn pairs.
     """
     if len(scenes) < 2:
         return None
-    chosen = [rng.permutation(len(scenes))[:2] for _ in range(_DRAWN_PAIRS)]
-    pairs = [(scenes[int(left)], scenes[int(right)]) for left, right in chosen]
+    candidates: list[_Pair] = []
+    for _ in range(_DRAWN_PAIRS):
+        left, right = rng.permutation(len(scenes))[:2]
+        candidates.append((scenes[int(left)], scenes[int(right)]))
     for _ in range(_ATTEMPTS):
-        first, second = (draw_sentence(values, rng, families) for _ in range(2))
-        labels = [[first.is_true(pair), second.is_true(pair)] for pair in pairs]
-        groups = [[row for row, own in enumerate(labels) if own == wanted] for wanted in ([True, False], [False, True])]
-        if first.words == second.words or min(map(len, groups)) < PAIRS // 2:
+        first = draw_sentence(values, rng, families)
+        second = draw_sentence(values, rng, families)
+        pairs = _balanced_pairs(first, second, candidates)
+        if pairs is None:
             continue
-        rows = [row for group in groups for row in group[: PAIRS // 2]]
-        rows = [rows[number] for number in rng.permutation(PAIRS)]
-        drawn = [pairs[row] for row in rows]
-        chosen, waiting = [first, second], {}
-        for _ in range(_ATTEMPTS if sentences > 2 else 0):  # two in a row are never true of the same pair
-            sentence = draw_sentence(values, rng, families)
-            truths = tuple(sentence.is_true(pair) for pair in drawn)
-            known = [*chosen, *(one for own in waiting.values() for one in own)]
-            if sum(truths) != PAIRS // 2 or any(sentence.words == one.words for one in known):
-                continue
-            opposite = waiting.get(tuple(not truth for truth in truths))
-            if opposite:
-                chosen += [opposite.pop(), sentence]
-            else:
-                waiting.setdefault(truths, []).append(sentence)
-            if len(chosen) >= sentences:
-                break
-        return drawn, chosen, [[sentence.is_true(pair) for sentence in chosen] for pair in drawn]
+        pairs = [pairs[row] for row in rng.permutation(PAIRS)]
+        sentences = [first, second]
+        if num_sentences > 2:
+            sentences += _more_sentences(sentences, pairs, values, rng, num_sentences - 2, families)
+        labels = [[sentence.is_true(pair) for sentence in sentences] for pair in pairs]
+        return PairSet(pairs, sentences, labels)
     return None
 
 
-def draw_sets(split: str, scenes: Sequence[SceneRecord], recipe: Recipe) -> Iterator[tuple[int, _Set]]:
+def _balanced_pairs(first: PairSentence, second: PairSentence, candidates: Sequence[_Pair]) -> list[_Pair] | None:
+    """Choose two pairs of which only the first sentence is true and two of which only the second is true."""
+    only_first = []
+    only_second = []
+    for pair in candidates:
+        labels = (first.is_true(pair), second.is_true(pair))
+        if labels == (True, False):
+            only_first.append(pair)
+        elif labels == (False, True):
+            only_second.append(pair)
+    half = PAIRS // 2
+    if min(len(only_first), len(only_second)) < half:
+        return None
+    return only_first[:half] + only_second[:half]
+
+
+def _more_sentences(
+    sentences: Sequence[PairSentence],
+    pairs: Sequence[_Pair],
+    values: Values,
+    rng: np.random.Generator,
+    number: int,
+    families: Sequence[str],
+) -> list[PairSentence]:
+    """Draw at most `number` further sentences, two by two; of each pair of images one of the two is true."""
+    more: list[PairSentence] = []
+    waiting: dict[tuple[bool, ...], list[PairSentence]] = {}  # without a partner, by their labels
+    known = {sentence.words for sentence in sentences}
+    for _ in range(_ATTEMPTS):
+        sentence = draw_sentence(values, rng, families)
+        labels = tuple(sentence.is_true(pair) for pair in pairs)
+        if sum(labels) != PAIRS // 2 or sentence.words in known:
+            continue
+        known.add(sentence.words)
+        opposite = tuple(not label for label in labels)
+        if waiting.get(opposite):
+            more += [waiting[opposite].pop(), sentence]
+        else:
+            waiting.setdefault(labels, []).append(sentence)
+        if len(more) >= number:
+            break
+    return more
+
+
+def draw_sets(split: str, scenes: Sequence[SceneRecord], recipe: Recipe) -> Iterator[tuple[int, PairSet]]:
+    """Yield the sets of a split with their numbers; a number without a set is left out."""
     language = recipe.language
     for number in range(max(len(scenes) // 2, 1)):
         rng = recipe.generator(split, number, "nlvr2")
-        made = draw_set(scenes, recipe.scene.values, rng, language.sentences_per_pair, language.pair_families)
-        if made is not None:
-            yield number, made
+        pair_set = draw_set(scenes, recipe.scene.values, rng, language.sentences_per_pair, language.pair_families)
+        if pair_set is not None:
+            yield number, pair_set
 
 
 class PairWriter(FormatWriter):
@@ -143,43 +191,54 @@ class PairWriter(FormatWriter):
     @override
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         (folder / "data").mkdir(exist_ok=True)
-        for split, part in by_split(scenes).items():
-            examples, images = self._examples(split, part)
+        for split, split_scenes in by_split(scenes).items():
+            examples: list[dict[str, Any]] = []
+            images: dict[Path, SceneRecord] = {}  # by their paths under images/
+            for number, pair_set in draw_sets(split, split_scenes, self.recipe):
+                examples += _examples(split, number, pair_set)
+                images |= _images(split, number, pair_set)
             text = "".join(json.dumps(example) + "\n" for example in examples)
             (folder / "data" / f"{split}.json").write_text(text, encoding="utf-8")
-            for path, scene in images.items():
+            records: list[SceneRecord] = []
+            first_annotation_id = 1
+            for image_id, (path, scene) in enumerate(images.items(), start=1):
                 file = folder / "images" / path
                 file.parent.mkdir(parents=True, exist_ok=True)
                 link_image(scene.image_file, file)
-            records, annotation = [], 1
-            for number, (path, scene) in enumerate(images.items(), start=1):
-                records.append(replace(scene, image_id=number, image_file=path, first_annotation_id=annotation))
-                annotation += len(scene.objects)
+                record = replace(scene, image_id=image_id, image_file=path, first_annotation_id=first_annotation_id)
+                records.append(record)
+                first_annotation_id += len(scene.objects)
             write_instances(folder / f"instances_{split}.json", records)
 
-    def _examples(
-        self, split: str, scenes: Sequence[SceneRecord]
-    ) -> tuple[list[dict[str, Any]], dict[Path, SceneRecord]]:
-        examples, images = [], {}
-        for number, made in draw_sets(split, scenes, self.recipe):
-            directory = number % _DIRECTORIES
-            for row, (pair, labels) in enumerate(zip(made[0], made[2], strict=True)):
-                place = Path(split) / str(directory) if split == "train" else Path(split)
-                for side, scene in enumerate(pair):
-                    images[place / f"{split}-{number}-{row}-img{side}.png"] = scene
-                for column, (sentence, label) in enumerate(zip(made[1], labels, strict=True)):
-                    example = {
-                        "identifier": f"{split}-{number}-{row}-{column}",
-                        "sentence": sentence.words,
-                        "label": str(label),
-                        "left_url": "",
-                        "right_url": "",
-                        "writer": "0",
-                        "synset": sentence.description.shape or "thing",
-                        "query": "",
-                        "validation": {},
-                        "family": sentence.family,
-                    }
-                    own = {"directory": directory} if split == "train" else {"extra_validations": {}}
-                    examples.append(example | own)
-        return examples, images
+
+def _examples(split: str, number: int, pair_set: PairSet) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a set, one per pair and sentence."""
+    for row, labels in enumerate(pair_set.labels):
+        for column, (sentence, label) in enumerate(zip(pair_set.sentences, labels, strict=True)):
+            example = {
+                "identifier": f"{split}-{number}-{row}-{column}",
+                "sentence": sentence.words,
+                "label": str(label),
+                "left_url": "",
+                "right_url": "",
+                "writer": "0",
+                "synset": sentence.description.shape or "thing",
+                "query": "",
+                "validation": {},
+                "family": sentence.family,
+            }
+            if split == "train":
+                example["directory"] = number % _DIRECTORIES
+            else:
+                example["extra_validations"] = {}
+            yield example
+
+
+def _images(split: str, number: int, pair_set: PairSet) -> Iterator[tuple[Path, SceneRecord]]:
+    """Yield the image paths of a set, as the release names them, and their scenes."""
+    folder = Path(split)
+    if split == "train":
+        folder /= str(number % _DIRECTORIES)
+    for row, pair in enumerate(pair_set.pairs):
+        for side, scene in enumerate(pair):
+            yield folder / f"{split}-{number}-{row}-img{side}.png", scene

@@ -95,7 +95,7 @@ def _judging(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Tries:
             counts = [len(_fitting(sentence.description, other)) for other in scenes[:20]]  # imagined on the right
             for (left, _), row in zip(pairs, labels, strict=True):
                 here = len(_fitting(sentence.description, left))
-                likely = np.mean([sentence.predicate(here, there) for there in counts]) > 0.5
+                likely = np.mean([sentence.is_true_of_counts(here, there) for there in counts]) > 0.5
                 yield "left image alone", float(likely == row[column])
                 yield CHANCE, 0.5
 
