@@ -124,12 +124,15 @@ class Preprocessor(abc.ABC):
         return record
 
     def _check_statements(self, text: SampleText) -> None:
-        kind = self.prediction_class
-        refused = text.metadata.keys() & (set(kind.__struct_fields__) - kind.metadata_fields)
-        if refused:
+        """Raise a UserError for metadata that the task fills in itself, and for a truth that it does not know."""
+        prediction_class = self.prediction_class
+        task_fields = set(prediction_class.__struct_fields__) - prediction_class.metadata_fields
+        refused_keys = text.metadata.keys() & task_fields
+        if refused_keys:
             raise UserError(
-                f"The metadata of '{text.words}' state {', '.join(sorted(refused))}, which the task fills in a "
-                f"{kind.__name__}; state a truth once, in the text's truth, from which the task makes such fields."
+                f"The metadata of '{text.words}' state {', '.join(sorted(refused_keys))}, which the task fills in a "
+                f"{prediction_class.__name__}; state a truth once, in the text's truth, from which the task makes such "
+                "fields."
             )
         if text.truth is None or isinstance(text.truth, self.learns_from) or self.lacks_target(text):
             return
@@ -150,9 +153,9 @@ def find_phrases(
     is_of_text = (source >= 0) & (source < len(pieces.ids))
     offsets = np.zeros((len(source), 2), dtype=np.int64)
     offsets[is_of_text] = pieces.offsets[source[is_of_text]]
-    words = np.full(len(source), -1)
-    words[is_of_text] = pieces.word_ids[source[is_of_text]]
-    continues = np.append(False, (words[1:] == words[:-1]) & is_of_text[1:])
+    word_ids = np.full(len(source), -1)
+    word_ids[is_of_text] = pieces.word_ids[source[is_of_text]]
+    continues = np.append(False, (word_ids[1:] == word_ids[:-1]) & is_of_text[1:])
     annotated = text.phrases
     if annotated is None or not text.image_index or not is_of_text.any():
         no_spans = np.zeros((0, 2), dtype=np.int64)

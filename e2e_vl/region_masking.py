@@ -56,7 +56,7 @@ class RegionMasking:
 
 
 def label_regions(
-    batch: Batch, detector: Detector, teacher: Detector, rule: PretrainingConfig, *, is_required: bool = True
+    batch: Batch, detector: Detector, teacher: Detector, config: PretrainingConfig, *, is_required: bool = True
 ) -> Batch:
     """Return a copy of the batch with candidate boxes, and with labels from a file or from the teacher.
 
@@ -71,7 +71,7 @@ def label_regions(
     boxes = batch.boxes
     labels = batch.region_labels
     boxes_to_mask = None if batch.masking is None else batch.masking.boxes_to_mask
-    uses_detector = rule.teacher != "file"
+    uses_detector = config.teacher != "file"
     is_unlabelled = labels.class_probs is None and labels.detected.classes is None
     if not uses_detector and is_required and boxes_to_mask is None and is_unlabelled:
         raise UserError(
@@ -79,7 +79,7 @@ def label_regions(
         )
     if boxes is None and (boxes_to_mask is not None or not uses_detector):
         proposer = teacher if uses_detector else detector
-        boxes, labels = describe_regions(proposer, batch.images, None, rule)
+        boxes, labels = describe_regions(proposer, batch.images, None, config)
     if boxes_to_mask is not None:
         candidates = boxes
         boxes = []
@@ -92,7 +92,7 @@ def label_regions(
         labels = RegionLabels()
     if uses_detector:
         annotated_classes = labels.classes
-        boxes, labels = describe_regions(teacher, batch.images, boxes, rule)
+        boxes, labels = describe_regions(teacher, batch.images, boxes, config)
         labels.classes = annotated_classes
     elif labels.features is None and batch.images.precomputed is not None:
         labels = dataclasses.replace(labels, features=batch.images.precomputed.features)
@@ -101,15 +101,15 @@ def label_regions(
 
 @torch.no_grad()
 def describe_regions(
-    teacher: Detector, images: ImageBatch, boxes: list[Float[Tensor, "_R 4"]] | None, rule: PretrainingConfig
+    teacher: Detector, images: ImageBatch, boxes: list[Float[Tensor, "_R 4"]] | None, config: PretrainingConfig
 ) -> tuple[list[Float[Tensor, "_R 4"]], RegionLabels]:
     """Return boxes, their class distributions and features from a teacher in evaluation mode.
 
-    `boxes` None: its detections, best score first, at most `rule.max_detected_regions`.
+    `boxes` None: its detections, best score first, at most `config.max_detected_regions`.
     """
     with evaluation_mode(teacher):
         regions = teacher(images, boxes)
-    limit = rule.max_detected_regions if boxes is None else None
+    limit = config.max_detected_regions if boxes is None else None
     first = slice(limit)
     probabilities = [logits[first].float().softmax(dim=1) for logits in regions.class_logits]
     labels = RegionLabels(features=[rows[first] for rows in regions.features])
@@ -121,19 +121,19 @@ def describe_regions(
         best_attributes = [logits[first].float().softmax(dim=1).max(dim=1) for logits in regions.attribute_logits]
         labels.detected.attribute_scores = [best.values for best in best_attributes]
         labels.detected.attributes = [best.indices for best in best_attributes]
-    if not rule.has_background_last:
+    if not config.has_background_last:
         probabilities = [rows.roll(1, dims=1) for rows in probabilities]
     labels.class_probs = probabilities
     return [rows[first] for rows in regions.boxes], labels
 
 
-def mask_regions(batch: Batch, rule: PretrainingConfig) -> Batch:
+def mask_regions(batch: Batch, config: PretrainingConfig) -> Batch:
     """Return a copy of the batch in which some regions are to be predicted, and most of these are masked.
 
     The choice depends only on the seed of the first text about each image, or on torch's global generator where texts
     have no seeds.
     """
-    if rule.mask_pixels and batch.images.precomputed is not None:
+    if config.mask_pixels and batch.images.precomputed is not None:
         raise UserError(
             "Precomputed features have no pixels to mask, so masked regions would stay visible; set "
             "task.config.mask_pixels to false and encoder.config.masked_region_feature to true."
@@ -141,7 +141,7 @@ def mask_regions(batch: Batch, rule: PretrainingConfig) -> Batch:
     device = batch.images.pixels.device
     masking = batch.masking or MaskingBatch()
     if masking.boxes_to_mask is None:
-        region_masks = _draw_regions(batch, rule)
+        region_masks = _draw_regions(batch, config)
     else:
         is_first: list[Tensor] = []  # the boxes to mask are the first candidates, see `label_regions`
         for boxes, boxes_to_mask in zip(batch.boxes, masking.boxes_to_mask, strict=True):
@@ -149,12 +149,12 @@ def mask_regions(batch: Batch, rule: PretrainingConfig) -> Batch:
         region_masks = RegionMasks(is_labelled=is_first, is_masked=is_first)
     images = batch.images
     pixel_masks = masking.pixel_masks
-    if rule.mask_pixels:
+    if config.mask_pixels:
         host_boxes = torch.cat(batch.boxes).cpu().split([len(boxes) for boxes in batch.boxes])
         rectangles = []
         for boxes, is_masked, size in zip(host_boxes, region_masks.is_masked, images.sizes.tolist(), strict=True):
             rectangles.append(mask_rectangles(boxes[is_masked], size, "truncate").to(boxes.dtype))
-        if rule.masked_pixels == "mean":
+        if config.masked_pixels == "mean":
             pixel_masks = rectangles
         else:
             images = dataclasses.replace(images, pixels=mask_pixels(images.pixels, images.sizes, rectangles))
@@ -172,7 +172,7 @@ def mask_regions(batch: Batch, rule: PretrainingConfig) -> Batch:
     return dataclasses.replace(batch, images=images, masking=masking)
 
 
-def _draw_regions(batch: Batch, rule: PretrainingConfig) -> RegionMasks:
+def _draw_regions(batch: Batch, config: PretrainingConfig) -> RegionMasks:
     """Draw the regions of every image that are labelled, masked and replaced."""
     counts = [len(rows) for rows in batch.boxes]
     is_labelled: list[Tensor] = []
@@ -180,12 +180,12 @@ def _draw_regions(batch: Batch, rule: PretrainingConfig) -> RegionMasks:
     replacement_index: list[Tensor] = []
     for count, generator in zip(counts, _image_generators(batch), strict=True):
         labelled, masked, replaced = sample_masked_regions(
-            count, generator, rule.region_probability, rule.mask_probability, rule.replace_probability
+            count, generator, config.region_probability, config.mask_probability, config.replace_probability
         )
         is_labelled.append(torch.from_numpy(labelled))
         is_masked.append(torch.from_numpy(masked))
         replacement_index.append(torch.from_numpy(sample_replacements(replaced, counts, generator)))
-    if not rule.replace_probability:
+    if not config.replace_probability:
         return RegionMasks(is_labelled, is_masked)
     return RegionMasks(is_labelled, is_masked, replacement_index)
 

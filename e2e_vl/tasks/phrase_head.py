@@ -30,7 +30,9 @@ from e2e_vl.tasks.base import init_head
 
 MIN_IOU = 0.5
 TAGS = "phrase_tags"  # the loss of phrase detection, per wordpiece of texts with complete phrase annotations
-INSIDE, FIRST = 1, 2  # tags of wordpieces in a phrase; 0 = outside
+# tags of wordpieces; 0 = outside all phrases
+INSIDE = 1
+FIRST = 2
 
 
 class PhraseHead(nn.Module):

@@ -46,7 +46,7 @@ WORD_BIAS = "word_head.bias"  # the parameter
 
 @dataclasses.dataclass
 class PretrainingTargets(Targets):
-    """Targets by objective."""
+    """The targets of each objective, by its name."""
 
     parts: dict[str, Targets] = by_name()
 
@@ -149,7 +149,7 @@ class PretrainingPreprocessor(Preprocessor):
             draft.is_choice = text.truth.number == number
         encoding = examples[number].encoding
         is_of_text = encoding.source >= 0
-        # truncated wordpieces before the last of the others are 0; `encoding.place` drops them
+        # wordpieces that were truncated before the last remaining one are 0; `encoding.place` drops them
         draft.ids = np.zeros(encoding.source.max(initial=-1) + 1, dtype=np.int64)
         draft.ids[encoding.source[is_of_text]] = encoding.input_ids[is_of_text]
         draft.pieces = [[int(piece)] for piece in draft.ids]

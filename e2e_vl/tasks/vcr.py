@@ -365,7 +365,7 @@ def choice_phrases(
     first_character = 0
     first_piece = 0
     for text_words, pieces in zip(words, texts, strict=True):
-        widths = [len(word) + 1 for word in text_words]  # with the space after it
+        widths = [len(word) + 1 for word in text_words]  # each with the space after it
         word_starts = list(itertools.accumulate(widths, initial=first_character))
         for number, piece in enumerate(pieces, start=first_piece):
             word_start = word_starts[piece.word]
@@ -567,7 +567,7 @@ class VCRPreprocessor(Preprocessor):
 
 
 def _is_unlabelled_rationale(text: ChoiceText) -> bool:
-    """Whether rationales for a given answer are predicted without a label.
+    """Return whether rationales for a given answer are predicted without a label.
 
     The official VL-BERT code truncates their texts in training and validation, but not in its test mode.
     """

@@ -192,7 +192,7 @@ class Objective(nn.Module, abc.ABC):
     ) -> Sequence[str] | None:
         """Return the names of the predicted classes, for reports and answers; None: they have no names.
 
-        `masking` gives the place of the background.
+        `masking` says whether the background is the first class or the last one.
         """
         return None
 

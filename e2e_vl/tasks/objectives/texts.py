@@ -96,7 +96,7 @@ class CaptionReplacement(ObjectivePreprocessor):
 
 
 class Relationship(Objective):
-    """Linear on the summary to two classes; cross entropy over the texts with a label."""
+    """Classifies, with a Linear on the summary, whether the text matches; cross entropy over the labelled texts."""
 
     config: RelationshipConfig
 
