@@ -55,8 +55,8 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class ScenePlace:
-    """The place of a scene in the data set."""
+class ScenePosition:
+    """The position of a scene in the data set."""
 
     split: str
     number: int  # in its split, from 0
@@ -93,7 +93,7 @@ class ObjectRecord:
 
 
 @dataclass(frozen=True)
-class SceneRecord(ScenePlace):
+class SceneRecord(ScenePosition):
     """One scene as the writers see it, without its pixels."""
 
     size: tuple[int, int]  # (height, width), pixels

@@ -1,4 +1,4 @@
-"""Generates synthetic scenes and writes them as a data set in official file formats.
+"""Generate synthetic scenes and write them as a data set in official file formats.
 
 Layout under the output folder:
 
@@ -21,7 +21,7 @@ import multiprocessing
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from detector.errors import UserError
 from detector.io import read_json
-from e2e_vl.synthetic.base import FormatWriter, ObjectRecord, Recipe, ScenePlace, SceneRecord, draw_detections
+from e2e_vl.synthetic.base import FormatWriter, ObjectRecord, Recipe, ScenePosition, SceneRecord, draw_detections
 from e2e_vl.synthetic.coco import (
     COCOAnnotationsWriter,
     COCOCaptionsWriter,
@@ -105,30 +105,38 @@ def make_scenes(
         scenes: number of scenes per split, for example {"train": 3500, "val": 200}.
         config, language, detections: what is drawn, said and detected; None for the defaults.
         image_format: "jpg" (quality 95) or "png".
-        formats: which of `FORMATS` are wanted; None for all.
+        formats: which of `FORMATS` to write; None for all.
         workers: number of processes that draw; 0 draws in this process.
 
     Returns:
         the content of `synthetic.json`: "version", "settings", "formats" and "statistics".
     """
-    what = (config or SceneConfig(), language or LanguageConfig(), detections or ImitatedDetectorConfig())
-    recipe = Recipe(dict(scenes), seed, image_format, *what)
-    wanted = set(WRITERS if formats is None else formats)
-    if unknown := sorted(wanted - set(WRITERS)):
+    recipe = Recipe(
+        dict(scenes),
+        seed,
+        image_format,
+        config or SceneConfig(),
+        language or LanguageConfig(),
+        detections or ImitatedDetectorConfig(),
+    )
+    requested = set(WRITERS if formats is None else formats)
+    unknown = sorted(requested - set(WRITERS))
+    if unknown:
         raise UserError(f"formats must be some of {', '.join(WRITERS)}; found {unknown[0]!r}")
     output = Path(output)
     start = {"version": VERSION, "settings": msgspec.json.decode(msgspec.json.encode(recipe))}
     output.parent.mkdir(parents=True, exist_ok=True)
     # concurrent runs draw the data once; a worker that runs its parent's script again, because the script has no
     # `if __name__ == "__main__":`, would wait for its parent forever
-    with FileLock(
-        output.with_name(f".{output.name}.lock"), blocking=sys.modules["__mp_main__"] is sys.modules["__main__"]
-    ):
+    is_main_process = sys.modules["__mp_main__"] is sys.modules["__main__"]
+    with FileLock(output.with_name(f".{output.name}.lock"), blocking=is_main_process):
         finished = _finished_stamp(output, start)
-        missing = wanted - set(finished["formats"] if finished else ())
+        finished_formats = set() if finished is None else set(finished["formats"])
+        missing = requested - finished_formats
         if not missing:
             return finished
-        unfinished, images = output / _UNFINISHED, output / "images" / "train2014"
+        unfinished = output / _UNFINISHED
+        images = output / "images" / "train2014"
         images.mkdir(parents=True, exist_ok=True)
         if finished is None:
             unfinished.write_text(json.dumps(start), encoding="utf-8")
@@ -136,58 +144,75 @@ def make_scenes(
             logger.info("%s lacks %s; they are added.", output, ", ".join(sorted(missing)))
         writers = {name: writer(recipe) for name, writer in WRITERS.items() if name in missing}
         make = partial(_make_scene, recipe=recipe, writers=writers, with_image=finished is None)
-        numbered = [(split, number) for split, count in recipe.scenes.items() for number in range(count)]
-        places = [
-            ScenePlace(split, number, image_id, images / f"COCO_train2014_{image_id:012d}.{image_format}")
-            for image_id, (split, number) in enumerate(numbered, start=1)
-        ]
-        drawn = []
-        annotation_id, sentence_id = 1, 0
-        for scene in _map_scenes(make, places, workers):
-            drawn.append(replace(scene, first_annotation_id=annotation_id, first_sentence_id=sentence_id))
-            annotation_id += len(scene.objects)
-            sentence_id += len(scene.references) + len(scene.without_target)
+        drawn = _number(_map_scenes(make, _positions(recipe, images), workers))
         for name, writer in writers.items():
             (output / name).mkdir(exist_ok=True)
-            own = [replace(scene, drawn=scene.drawn[name]) for scene in drawn]
-            writer.write(output / name, own)
-            write_shortcuts(output / name, own, recipe)
-        every = missing.union(finished["formats"] if finished else ())
-        stamp = {**start, "formats": [name for name in WRITERS if name in every], "statistics": _statistics(drawn)}
+            drawn_for_format = [replace(scene, drawn=scene.drawn[name]) for scene in drawn]
+            writer.write(output / name, drawn_for_format)
+            write_shortcuts(output / name, drawn_for_format, recipe)
+        all_formats = missing | finished_formats
+        stamp = {
+            **start,
+            "formats": [name for name in WRITERS if name in all_formats],
+            "statistics": _statistics(drawn),
+        }
         unfinished.write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
         unfinished.replace(output / STAMP)
         return stamp
 
 
+def _positions(recipe: Recipe, images: Path) -> list[ScenePosition]:
+    """Return the positions of all scenes of the data set, whose image files lie in a folder."""
+    positions: list[ScenePosition] = []
+    for split, count in recipe.scenes.items():
+        for number in range(count):
+            image_id = len(positions) + 1
+            image_file = images / f"COCO_train2014_{image_id:012d}.{recipe.image_format}"
+            positions.append(ScenePosition(split, number, image_id, image_file))
+    return positions
+
+
+def _number(scenes: Iterable[SceneRecord]) -> list[SceneRecord]:
+    """Set the ids of the annotations and sentences of all scenes."""
+    numbered = []
+    annotation_id = 1
+    sentence_id = 0
+    for scene in scenes:
+        numbered.append(replace(scene, first_annotation_id=annotation_id, first_sentence_id=sentence_id))
+        annotation_id += len(scene.objects)
+        sentence_id += len(scene.references) + len(scene.without_target)
+    return numbered
+
+
 def _finished_stamp(output: Path, start: dict[str, Any]) -> dict[str, Any] | None:
-    """The stamp of a folder that already has this data; None when the scenes are still to be drawn."""
+    """Return the stamp of a folder that already has this data; None when the scenes are still to be drawn."""
     if not output.exists() or not any(output.iterdir()):
         return None
-    path = next((output / name for name in (STAMP, _UNFINISHED) if (output / name).exists()), None)
-    if path is None:
+    is_finished = (output / STAMP).exists()
+    if not is_finished and not (output / _UNFINISHED).exists():
         raise UserError(f"{output} is not empty and was not written by this tool: choose another output folder")
-    stamp = read_json(path, dict[str, Any])
-    found = {"version": stamp["version"], **stamp["settings"]}
-    wanted = {"version": start["version"], **start["settings"]}
-    differing = sorted(key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key))
+    stamp = read_json(output / (STAMP if is_finished else _UNFINISHED), dict[str, Any])
+    earlier = {"version": stamp["version"], **stamp["settings"]}
+    now = {"version": start["version"], **start["settings"]}
+    differing = sorted(key for key in earlier.keys() | now.keys() if earlier.get(key) != now.get(key))
     if differing:
         raise UserError(
             f"{output} has data of other settings ({', '.join(differing)}): remove the folder or choose another one"
         )
-    return stamp if path.name == STAMP else None
+    return stamp if is_finished else None
 
 
 def _map_scenes(
-    function: Callable[[ScenePlace], SceneRecord], places: list[ScenePlace], workers: int
+    function: Callable[[ScenePosition], SceneRecord], positions: list[ScenePosition], workers: int
 ) -> list[SceneRecord]:
-    bar = partial(tqdm, total=len(places), desc="scenes", unit="scene", delay=1)
+    bar = partial(tqdm, total=len(positions), desc="scenes", unit="scene", delay=1)
     if workers == 0:
-        return list(bar(map(function, places)))
+        return list(bar(map(function, positions)))
     # spawn, not fork: the caller may have running threads (torch)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, initializer=_start_drawing) as pool:
-        chunk = max(1, min(_MAX_CHUNK, len(places) // (2 * workers)))
-        return list(bar(pool.map(function, places, chunksize=chunk)))
+        chunk = max(1, min(_MAX_CHUNK, len(positions) // (2 * workers)))
+        return list(bar(pool.map(function, positions, chunksize=chunk)))
 
 
 def _start_drawing() -> None:
@@ -198,24 +223,26 @@ def _start_drawing() -> None:
 
 
 def _make_scene(
-    place: ScenePlace, *, recipe: Recipe, writers: Mapping[str, FormatWriter], with_image: bool
+    position: ScenePosition, *, recipe: Recipe, writers: Mapping[str, FormatWriter], with_image: bool
 ) -> SceneRecord:
     """Draw a scene, optionally write its image, and return its texts and annotations, without ids."""
-    rng = recipe.generator(place.split, place.number)
+    rng = recipe.generator(position.split, position.number)
     scene = draw_scene(recipe.scene, rng)
     graph = SceneGraph(scene)
     # the three share a generator, so their order must not change
     references = draw_references(graph, recipe.language, rng)
     captions = draw_captions(graph, rng)
     detections = draw_detections(scene, recipe.detections, rng)
-    own = recipe.generator(place.split, place.number, "no target")
-    without_target = draw_without_target(graph, references, recipe.language.no_target, recipe.scene.values, own)
+    no_target_rng = recipe.generator(position.split, position.number, "no target")
+    without_target = draw_without_target(
+        graph, references, recipe.language.no_target, recipe.scene.values, no_target_rng
+    )
     if with_image:
         options = _IMAGE_OPTIONS[recipe.image_format]
-        _, encoded = cv2.imencode(place.image_file.suffix, scene.image[..., ::-1], options)
-        place.image_file.write_bytes(encoded)
+        _, encoded = cv2.imencode(position.image_file.suffix, scene.image[..., ::-1], options)
+        position.image_file.write_bytes(encoded)
     record = SceneRecord(
-        **vars(place),
+        **vars(position),
         size=scene.image.shape[:2],
         objects=[ObjectRecord.from_object(item) for item in scene.objects],
         references=references,
@@ -228,11 +255,14 @@ def _make_scene(
 
 
 def _statistics(scenes: Sequence[SceneRecord]) -> dict[str, Any]:
-    said = [reference for scene in scenes for reference in scene.references]
-    families = Counter(reference.expression.family for reference in said)
+    num_objects = sum(len(scene.objects) for scene in scenes)
+    families: Counter[str] = Counter()
+    for scene in scenes:
+        families.update(reference.expression.family for reference in scene.references)
+    num_expressions = families.total()
     return {
         "images": dict(Counter(scene.split for scene in scenes)),
-        "objects_per_image": round(sum(len(scene.objects) for scene in scenes) / len(scenes), 3),
-        "expressions_per_image": round(len(said) / len(scenes), 3),
-        "families": {name: round(count / len(said), 4) for name, count in sorted(families.items())},
+        "objects_per_image": round(num_objects / len(scenes), 3),
+        "expressions_per_image": round(num_expressions / len(scenes), 3),
+        "families": {name: round(count / num_expressions, 4) for name, count in sorted(families.items())},
     }

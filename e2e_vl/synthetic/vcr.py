@@ -60,6 +60,8 @@ _Question = dict[str, Any]
 
 
 class _Choices(NamedTuple):
+    """The answers or the rationales of a question."""
+
     sentences: list[Sentence]
     right: int  # the row of the right one
 
