@@ -41,8 +41,9 @@ class PretrainedEncoderConfig(PreTrainedConfig):
         cls.__annotations__ = inspect.get_annotations(cls)
         for field in msgspec.structs.fields(settings):
             cls.__annotations__[field.name] = field.type
-            has_factory = field.default_factory is not msgspec.NODEFAULT
-            default = dataclasses.field(default_factory=field.default_factory) if has_factory else field.default
+            default = field.default
+            if field.default_factory is not msgspec.NODEFAULT:
+                default = dataclasses.field(default_factory=field.default_factory)
             setattr(cls, field.name, default)
         super().__init_subclass__(**kwargs)
 
@@ -99,15 +100,17 @@ class Encoder(PreTrainedModel):
         return {}
 
     def lacks(self, ability: Ability) -> str | None:
-        """None if the encoder has the ability; else the remedy, such as "set encoder.config.with_pooler to true"."""
-        if (decided := self.abilities_by_config.get(ability)) is not None:
-            is_able, setting = decided
-            return None if is_able else f"set encoder.config.{setting}"
+        """Return None if the encoder has the ability, else the remedy: "set encoder.config.with_pooler to true"."""
+        by_config = self.abilities_by_config
+        if ability in by_config:
+            is_enabled, setting = by_config[ability]
+            return None if is_enabled else f"set encoder.config.{setting}"
         return None if ability in self.abilities else "choose another encoder.name"
 
     def require(self, ability: Ability, who: str) -> None:
         """Raise a UserError with the remedy if the encoder lacks an ability that `who` needs."""
-        if (remedy := self.lacks(ability)) is not None:
+        remedy = self.lacks(ability)
+        if remedy is not None:
             raise UserError(f"{who} needs an encoder with {ability.value}; {remedy}.")
 
     @property
@@ -120,7 +123,9 @@ class Encoder(PreTrainedModel):
         if self.supports_gradient_checkpointing:
             # newer versions of transformers warn about the second, older name
             names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-            getattr(self, next(name for name in names if hasattr(self, name)))({"use_reentrant": False})
+            name = next(name for name in names if hasattr(self, name))
+            enable = getattr(self, name)
+            enable({"use_reentrant": False})
 
     @property
     def num_joint_layers(self) -> int:
@@ -159,8 +164,10 @@ class Encoder(PreTrainedModel):
 def read_summary(
     text: Float[Tensor, "M L E"], pooled: Float[Tensor, "M E"] | None, position: Int64[Tensor, " M"] | None
 ) -> Float[Tensor, "M E"] | None:
-    """The state of the wordpiece at `position` (`TextBatch.summary`) or, if there is no position, the pooled vector."""
-    return pooled if position is None else text[torch.arange(len(position), device=position.device), position]
+    """Return the state of the wordpiece at `position` (`TextBatch.summary`); without one, the pooled vector."""
+    if position is None:
+        return pooled
+    return text[torch.arange(len(position), device=position.device), position]
 
 
 # No encoder: tasks get the detector's region features, and texts are ignored
@@ -183,7 +190,7 @@ class NoEncoder(Encoder):
 
     @override
     def lacks(self, ability: Ability) -> str | None:
-        """A remedy for every ability, because it has none."""
+        """Return a remedy for every ability, because it has none."""
         return "this one ignores texts and has no layers, so choose another encoder.name"
 
     @property
@@ -198,11 +205,11 @@ class NoEncoder(Encoder):
         return torch.float32
 
     def forward(self, texts: TextBatch, regions: TextRegions, output_attentions: bool = False) -> EncoderOutput:
-        """`regions` unchanged, `text` zeros; no summary and no attention maps."""
+        """Return regions unchanged, and zeros for words; there are no summary and no attention maps."""
         text = regions.features.new_zeros(*texts.input_ids.shape, self.hidden_size)
         return EncoderOutput(text=text, regions=regions.features)
 
     def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
-        """As in transformers, plus an empty weights file, which transformers leaves out if there are no parameters."""
+        """Save as transformers does, and an empty weights file, which it leaves out if there are no parameters."""
         super().save_pretrained(save_directory, **options)
         save_file({}, Path(save_directory) / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})

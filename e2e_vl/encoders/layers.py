@@ -34,7 +34,7 @@ class BertLayerWithAttentions(GradientCheckpointingLayer):
     def forward(
         self, hidden: Float[Tensor, "M Z E"], mask: Float[Tensor, "M _ _ Z"], output_attentions: bool = False
     ) -> tuple[Float[Tensor, "M Z E"], Float[Tensor, "M heads Z Z"] | None]:
-        """Hidden states and an additive mask -> hidden states, and the attention map with `output_attentions`."""
+        """Update hidden states under an additive mask; return the attention map too with `output_attentions`."""
         device = hidden.device.type  # autocast alone would cast the states for query, key and value each
         cast = hidden.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else hidden
         probabilities = attention_probabilities(self.attention.self, cast, mask) if output_attentions else None
@@ -68,21 +68,26 @@ def run_layers(
     # additive mask: 0 at real positions, the smallest number elsewhere
     mask = torch.zeros(attention_mask.shape, dtype=hidden.dtype, device=hidden.device)
     mask = mask.masked_fill(~attention_mask, torch.finfo(hidden.dtype).min)[:, None, None, :]
-    attentions, kept = [], None
+    attentions = []
+    intermediate_states = None
     for number, layer in enumerate(layers):
         if number == intermediate:
-            kept = hidden
-        layer_mask = mask + biases[number].to(mask.dtype) if biases else mask
+            intermediate_states = hidden
+        layer_mask = mask
+        if biases:
+            layer_mask = mask + biases[number].to(mask.dtype)
         hidden, attention = layer(hidden, layer_mask, output_attentions)
         if output_attentions:
             attentions.append(attention)
-    return LayerOutputs(hidden, attentions, hidden if kept is None else kept)
+    if intermediate_states is None:
+        intermediate_states = hidden
+    return LayerOutputs(hidden, attentions, intermediate_states)
 
 
 def attention_probabilities(
     attention: BertSelfAttention, hidden: Float[Tensor, "M Z E"], mask: Float[Tensor, "M _ _ Z"]
 ) -> Float[Tensor, "M heads Z Z"]:
-    """Attention maps before dropout, computed separately because fused attention does not return them."""
+    """Compute attention maps before dropout, separately because fused attention does not return them."""
     split = (*hidden.shape[:-1], -1, attention.attention_head_size)
     query = attention.query(hidden).view(split).transpose(1, 2)
     key = attention.key(hidden).view(split).transpose(1, 2)
@@ -146,25 +151,25 @@ class SequenceLayout:
         )
 
     def pack(self, slots: Shaped[Tensor, "M slots E"]) -> Shaped[Tensor, "M Z E"]:
-        """Slots -> positions."""
+        """Turn slots into positions."""
         return take_along_dim(slots, self.slot[..., None], dim=1)
 
     def unpack(self, packed: Shaped[Tensor, "M Z E"]) -> Shaped[Tensor, "M slots E"]:
-        """Positions -> slots, zero at padding."""
+        """Turn positions into slots, zero at padding."""
         return take_along_dim(packed, self.position[..., None], dim=1) * self.is_real[..., None]
 
     def split(self, packed: Float[Tensor, "M Z E"], length: int) -> IntermediateStates:
-        """Positions -> vectors of words (L = `length`) and of regions, zero at padding."""
+        """Turn positions into vectors of words (L = `length`) and of regions, zero at padding."""
         ends = int(self.has_end)
         words, regions, _ = self.unpack(packed).split([length, self.is_real.shape[1] - length - ends, ends], dim=1)
         return IntermediateStates(words, regions)
 
     def pack_pairs(self, slots: Shaped[Tensor, "M heads slots slots"]) -> Shaped[Tensor, "M heads Z Z"]:
-        """Pairs of slots -> pairs of positions."""
+        """Turn pairs of slots into pairs of positions."""
         return gather_pairs(slots, self.slot)
 
     def unpack_pairs(self, packed: Shaped[Tensor, "M heads Z Z"]) -> Shaped[Tensor, "M heads slots slots"]:
-        """Pairs of positions -> pairs of slots, zero at padding."""
+        """Turn pairs of positions into pairs of slots, zero at padding."""
         is_pair = self.is_real[:, None, :, None] & self.is_real[:, None, None, :]
         return gather_pairs(packed, self.position) * is_pair
 
@@ -178,7 +183,7 @@ def gather_pairs(
 
 
 def region_word_alignment(texts: TextBatch, regions: TextRegions, dtype: torch.dtype) -> Float[Tensor, "M R L"] | None:
-    """1 where a word refers to a region (a candidate box of the text's first image); None: no word does."""
+    """Return 1 where a word refers to a region (a candidate box of the text's first image); None: no word does."""
     if texts.region_of_token is None:
         return None
     can_be_named = regions.attention_mask & (regions.row >= 0) & (regions.image_slot == 0)
@@ -192,7 +197,7 @@ GeometryKind = Literal["centre_size", "corners"]
 
 
 def sinusoids(values: Float[Tensor, "*shape"], wavelengths: int) -> Float[Tensor, "*shape 2*{wavelengths}"]:
-    """Sines, then cosines, of `100 * value / 1000^(i / wavelengths)` for i = 0 .. wavelengths - 1.
+    """Compute sines, then cosines, of `100 * value / 1000^(i / wavelengths)` for i = 0 .. wavelengths - 1.
 
     The Transformer's embedding as used in Relation Networks (Hu et al., CVPR 2018, section 3); the factors 100 and 1000
     are those of its code and of the official VL-BERT code.
@@ -208,7 +213,7 @@ def geometry_embedding(
     dim: int = 2048,
     kind: GeometryKind = "centre_size",
 ) -> Float[Tensor, "*shape {dim}"]:
-    """Position and size of a box within its image.
+    """Embed the position and size of a box within its image.
 
     Args:
         dim: width of the result, a multiple of 8: sine and cosine of dim / 8 wavelengths for four coordinates.
@@ -220,7 +225,7 @@ def geometry_embedding(
     """
     height, width = image_sizes.to(boxes.dtype).unbind(-1)
     if kind == "centre_size":
-        low, high = boxes[..., :2], boxes[..., 2:]
+        low, high = boxes.split(2, dim=-1)
         boxes = torch.cat([(low + high) / 2, high - low], dim=-1)
     relative = boxes / torch.stack([width, height, width, height], dim=-1)
     return sinusoids(relative, dim // 8).flatten(-2)
@@ -232,7 +237,7 @@ RELATIVE_NUMBERS = 10  # width of `relative_geometry`
 def relative_geometry(
     boxes: Float[Tensor, "*shape R 4"], image_sizes: Num[Tensor, "*shape R 2"]
 ) -> Float[Tensor, "*shape R R 10"]:
-    """The position and size of every region m relative to every region n.
+    """Compute the position and size of every region m relative to every region n.
 
     Returns:
         Entry [n, m] in fractions of the image's width (x) and height (y): the offset from the centre of n to the centre
@@ -242,13 +247,14 @@ def relative_geometry(
     """
     height, width = image_sizes.to(boxes.dtype).unbind(-1)
     low, high = (boxes / torch.stack([width, height, width, height], dim=-1)).split(2, dim=-1)
-    centres, sides = (low + high) / 2, (high - low).clamp(min=1e-3).log()
+    centres = (low + high) / 2
+    log_sides = (high - low).clamp(min=1e-3).log()
     offset = centres[..., None, :, :] - centres[..., :, None, :]
     gap = torch.maximum(low[..., None, :, :] - high[..., :, None, :], low[..., :, None, :] - high[..., None, :, :])
-    ratio = sides[..., None, :, :] - sides[..., :, None, :]
+    log_ratio = log_sides[..., None, :, :] - log_sides[..., :, None, :]
     # epsilon: the derivative of the norm at 0 is NaN
     norms = [(values.square().sum(dim=-1, keepdim=True) + 1e-12).sqrt() for values in (offset, gap.clamp(min=0))]
-    return torch.cat([offset, offset.abs(), gap, ratio, *norms], dim=-1)
+    return torch.cat([offset, offset.abs(), gap, log_ratio, *norms], dim=-1)
 
 
 class _GeometryHidden(nn.Linear):
@@ -287,43 +293,49 @@ class RelativeGeometryBias(nn.Module):
 
     def __init__(self, config: PreTrainedConfig, num_layers: int):
         super().__init__()
-        num_heads, width = config.num_attention_heads, config.relative_geometry_size
+        num_heads = config.num_attention_heads
+        width = config.relative_geometry_size
         self.hidden = nn.ModuleList(_GeometryHidden(RELATIVE_NUMBERS, width) for _ in range(num_layers))
         self.output = nn.ModuleList(_GeometryOutput(width, num_heads) for _ in range(num_layers))
 
     def forward(
         self, boxes: Float[Tensor, "M R 4"], image_sizes: Num[Tensor, "M R 2"], is_pair: Bool[Tensor, "M R R"]
     ) -> list[Float[Tensor, "M heads R R"]]:
-        """Regions of M texts -> a bias (query, key) per layer, 0 where `is_pair` is False.
+        """Compute a bias (query, key) per layer for the regions of M texts, 0 where `is_pair` is False.
 
         The bias of texts with the same boxes, usually texts about one image, is computed once.
         """
-        places = torch.cat([boxes, image_sizes.to(boxes.dtype)], dim=-1).flatten(1).detach()
-        if len(places) == 1:  # without `unique`, so that it can be exported
-            text = which = torch.zeros(1, dtype=torch.long, device=places.device)
+        boxes_and_sizes = torch.cat([boxes, image_sizes.to(boxes.dtype)], dim=-1).flatten(1).detach()
+        if len(boxes_and_sizes) == 1:  # without `unique`, so that it can be exported
+            distinct_index = torch.zeros(1, dtype=torch.long, device=boxes.device)
+            representative = distinct_index
         else:
-            distinct, which = torch.unique(places, dim=0, return_inverse=True)
+            distinct, distinct_index = torch.unique(boxes_and_sizes, dim=0, return_inverse=True)
             # one of the texts with these boxes
-            text = which.new_zeros(len(distinct)).scatter(0, which, torch.arange(len(which), device=which.device))
-        numbers = INPUT_SCALE * relative_geometry(boxes[text], image_sizes[text]).to(self.hidden[0].weight.dtype)
-        return [
-            (output(F.gelu(hidden(numbers))).index_select(0, which) * is_pair[..., None]).permute(0, 3, 1, 2)
-            for hidden, output in zip(self.hidden, self.output, strict=True)
-        ]
+            texts = torch.arange(len(distinct_index), device=boxes.device)
+            representative = distinct_index.new_zeros(len(distinct)).scatter(0, distinct_index, texts)
+        geometry = relative_geometry(boxes[representative], image_sizes[representative])
+        numbers = INPUT_SCALE * geometry.to(self.hidden[0].weight.dtype)
+        biases = []
+        for hidden, output in zip(self.hidden, self.output, strict=True):
+            bias = output(F.gelu(hidden(numbers))).index_select(0, distinct_index) * is_pair[..., None]
+            biases.append(bias.permute(0, 3, 1, 2))
+        return biases
 
 
 def pack_biases(
     bias: RelativeGeometryBias, regions: TextRegions, layout: SequenceLayout
 ) -> list[Float[Tensor, "M heads Z Z"]]:
-    """The biases of packed sequences: those among regions, and zero elsewhere."""
-    count = regions.attention_mask.shape[1]
-    ends = int(layout.has_end)
-    words = layout.is_real.shape[1] - count - ends
-    found = bias(regions.boxes, regions.image_sizes, same_image_mask(regions))
-    return [layout.pack_pairs(F.pad(one, (words, ends, words, ends))) for one in found]
+    """Compute the biases of packed sequences: those among regions, and zero elsewhere."""
+    num_regions = regions.attention_mask.shape[1]
+    num_ends = int(layout.has_end)
+    num_words = layout.is_real.shape[1] - num_regions - num_ends
+    margins = (num_words, num_ends, num_words, num_ends)
+    region_biases = bias(regions.boxes, regions.image_sizes, same_image_mask(regions))
+    return [layout.pack_pairs(F.pad(region_bias, margins)) for region_bias in region_biases]
 
 
 def same_image_mask(regions: TextRegions) -> Bool[Tensor, "M R R"]:
-    """True for pairs of regions from the same image of a text."""
+    """Return True for pairs of regions from the same image of a text."""
     same_image = regions.image_slot[:, :, None] == regions.image_slot[:, None]
     return same_image & regions.attention_mask[:, :, None] & regions.attention_mask[:, None]

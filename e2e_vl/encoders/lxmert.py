@@ -1,6 +1,6 @@
 """LXMERT (Tan and Bansal, EMNLP 2019): a Transformer over words, one over regions, and cross attention between them.
 
-Shape legend: see `e2e_vl/structures.py`; `passes` is M x I, `own` the largest number of regions of one image.
+Shape legend: see `e2e_vl/structures.py`; `passes` is M x I, `per_image` the largest number of regions of one image.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class RegionEmbeddings(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, features: Float[Tensor, "M R D"], boxes: Float[Tensor, "M R 4"]) -> Float[Tensor, "M R E"]:
-        """Args: features, and boxes xyxy divided by the image's width and height."""
-        seen = self.visn_layer_norm(self.visn_fc(features))
-        placed = self.box_layer_norm(self.box_fc(boxes.to(features.dtype)))
-        return self.dropout((seen + placed) / 2)
+        """Embed regions; `boxes` are xyxy divided by the image's width and height."""
+        feature_vectors = self.visn_layer_norm(self.visn_fc(features))
+        box_vectors = self.box_layer_norm(self.box_fc(boxes.to(features.dtype)))
+        return self.dropout((feature_vectors + box_vectors) / 2)
 
 
 class MultiHeadAttention(nn.Module):
@@ -98,29 +98,31 @@ class MultiHeadAttention(nn.Module):
         output_attentions: bool = False,
         bias: Float[Tensor, "M heads queries keys"] | None = None,
     ) -> tuple[Float[Tensor, "M queries E"], Map | None]:
-        """The output, and the attention map with `output_attentions`; the bias is added to the logits.
+        """Return the output, and the attention map with `output_attentions`; the bias is added to the logits.
 
         If the context is empty, such as the regions of a text without an image, the output and the map are zero.
         (The official code would average over the padding, because all masked scores are equal.)
         """
         split = (-1, self.head_size)
         query = self.query(states).unflatten(-1, split).transpose(1, 2)
-        key, value = (module(context).unflatten(-1, split).transpose(1, 2) for module in (self.key, self.value))
+        key = self.key(context).unflatten(-1, split).transpose(1, 2)
+        value = self.value(context).unflatten(-1, split).transpose(1, 2)
         has_key = attention_mask.any(dim=1)[:, None, None, None]
         mask = attention_mask[:, None, None, :] | ~has_key
-        if bias is not None:
+        if bias is None:
+            logit_mask = mask.expand(-1, 1, query.shape[2], -1)
+        else:
             bias = bias.to(query.dtype).masked_fill(~mask, -torch.inf)
-        read = F.scaled_dot_product_attention(
-            *(query, key, value),
-            attn_mask=mask.expand(-1, 1, query.shape[2], -1) if bias is None else bias,
-            dropout_p=self.dropout if self.training else 0.0,
-        )
-        read = (read * has_key).transpose(1, 2).flatten(2)
+            logit_mask = bias
+        dropout = self.dropout if self.training else 0.0
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=logit_mask, dropout_p=dropout)
+        output = (output * has_key).transpose(1, 2).flatten(2)
         if not output_attentions:
-            return read, None
-        scores = query @ key.transpose(2, 3) * self.head_size**-0.5
-        scores = scores if bias is None else scores + bias
-        return read, scores.masked_fill(~mask, -torch.inf).softmax(dim=-1) * has_key
+            return output, None
+        logits = query @ key.transpose(2, 3) * self.head_size**-0.5
+        if bias is not None:
+            logits = logits + bias
+        return output, logits.masked_fill(~mask, -torch.inf).softmax(dim=-1) * has_key
 
 
 class AttentionStep(nn.Module):
@@ -140,8 +142,9 @@ class AttentionStep(nn.Module):
         output_attentions: bool = False,
         bias: Float[Tensor, "M heads queries keys"] | None = None,
     ) -> tuple[Float[Tensor, "M queries E"], Map | None]:
-        read, found = self.get_submodule(self.inner)(states, context, attention_mask, output_attentions, bias)
-        return self.output(read, states), found
+        attention = self.get_submodule(self.inner)
+        read, attention_map = attention(states, context, attention_mask, output_attentions, bias)
+        return self.output(read, states), attention_map
 
 
 class SelfAttentionLayer(GradientCheckpointingLayer):
@@ -160,8 +163,8 @@ class SelfAttentionLayer(GradientCheckpointingLayer):
         output_attentions: bool = False,
         bias: Float[Tensor, "M heads length length"] | None = None,
     ) -> tuple[Float[Tensor, "M length E"], Map | None]:
-        states, found = self.attention(states, states, attention_mask, output_attentions, bias)
-        return self.output(self.intermediate(states), states), found
+        states, attention_map = self.attention(states, states, attention_mask, output_attentions, bias)
+        return self.output(self.intermediate(states), states), attention_map
 
 
 class CrossModalityLayer(GradientCheckpointingLayer):
@@ -178,8 +181,10 @@ class CrossModalityLayer(GradientCheckpointingLayer):
         self.text_attention = AttentionStep(config, "att") if config.cross_attention == "separate" else None
         self.lang_self_att = AttentionStep(config)
         self.visn_self_att = AttentionStep(config)
-        self.lang_inter, self.lang_output = BertIntermediate(config), BertOutput(config)
-        self.visn_inter, self.visn_output = BertIntermediate(config), BertOutput(config)
+        self.lang_inter = BertIntermediate(config)
+        self.lang_output = BertOutput(config)
+        self.visn_inter = BertIntermediate(config)
+        self.visn_output = BertOutput(config)
 
     def forward(
         self,
@@ -190,17 +195,17 @@ class CrossModalityLayer(GradientCheckpointingLayer):
         output_attentions: bool = False,
         bias: Float[Tensor, "M heads R R"] | None = None,
     ) -> tuple[Float[Tensor, "M L E"], Float[Tensor, "M R E"], tuple[Map | None, ...]]:
-        """Words and regions -> words, regions and four attention maps (None without `output_attentions`).
+        """Update words and regions, and return them with four attention maps (None without `output_attentions`).
 
         The maps are words to regions, regions to words, among words, among regions; the bias is for the last one.
         """
         to_text = self.visual_attention if self.text_attention is None else self.text_attention
-        (words, to_regions), (regions, to_words) = (
-            self.visual_attention(words, regions, region_mask, output_attentions),
-            to_text(regions, words, word_mask, output_attentions),
+        crossed_words, to_regions = self.visual_attention(words, regions, region_mask, output_attentions)
+        crossed_regions, to_words = to_text(regions, words, word_mask, output_attentions)
+        words, among_words = self.lang_self_att(crossed_words, crossed_words, word_mask, output_attentions)
+        regions, among_regions = self.visn_self_att(
+            crossed_regions, crossed_regions, region_mask, output_attentions, bias
         )
-        words, among_words = self.lang_self_att(words, words, word_mask, output_attentions)
-        regions, among_regions = self.visn_self_att(regions, regions, region_mask, output_attentions, bias)
         words = self.lang_output(self.lang_inter(words), words)
         regions = self.visn_output(self.visn_inter(regions), regions)
         return words, regions, (to_regions, to_words, among_words, among_regions)
@@ -210,7 +215,7 @@ class CrossModalityLayer(GradientCheckpointingLayer):
 
 
 def gated_tanh(states: Float[Tensor, "*shape twice"]) -> Float[Tensor, "*shape E"]:
-    """tanh of the first half times sigmoid of the second."""
+    """Multiply the tanh of the first half by the sigmoid of the second."""
     values, gates = states.chunk(2, dim=-1)
     return values.tanh() * gates.sigmoid()
 
@@ -220,19 +225,24 @@ class TopDownAttention(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        width, size = config.feature_dim, config.hidden_size
-        self.both, self.score = nn.Linear(width + size, 2 * size), nn.Linear(size, 1, bias=False)
-        self.text, self.image = nn.Linear(size, 2 * size), nn.Linear(width, 2 * size)
+        feature_dim = config.feature_dim
+        hidden_size = config.hidden_size
+        self.both = nn.Linear(feature_dim + hidden_size, 2 * hidden_size)
+        self.score = nn.Linear(hidden_size, 1, bias=False)
+        self.text = nn.Linear(hidden_size, 2 * hidden_size)
+        self.image = nn.Linear(feature_dim, 2 * hidden_size)
 
     def forward(
         self, words: Float[Tensor, "M L E"], features: Float[Tensor, "M R D"], region_mask: Bool[Tensor, "M R"]
     ) -> Float[Tensor, "M E"]:
-        """The attention on padding is 0."""
-        text, mask = words[:, 0], region_mask[..., None]
+        """Compute the summary of M texts; the attention on padding is 0."""
+        text = words[:, 0]
+        mask = region_mask[..., None]
         both = torch.cat([features, text[:, None].expand(-1, features.shape[1], -1)], dim=2)
-        scores = self.score(gated_tanh(self.both(both)))
-        shares = scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(dim=1) * mask
-        return gated_tanh(self.text(text)) * gated_tanh(self.image((shares * features).sum(dim=1)))
+        logits = self.score(gated_tanh(self.both(both)))
+        attention = logits.masked_fill(~mask, torch.finfo(logits.dtype).min).softmax(dim=1) * mask
+        image = (attention * features).sum(dim=1)
+        return gated_tanh(self.text(text)) * gated_tanh(self.image(image))
 
 
 class SentenceLSTM(nn.LSTM):
@@ -251,33 +261,35 @@ class SentenceLSTM(nn.LSTM):
 class ImagePasses:
     """The mapping between the regions of M texts and the M x I passes of the encoder, one per image of a text."""
 
-    row: Int64[Tensor, "M I own"]  # region of the text at each position of a pass
-    attention_mask: Bool[Tensor, "M I own"]  # positions with a region
+    row: Int64[Tensor, "M I per_image"]  # region of the text at each position of a pass
+    attention_mask: Bool[Tensor, "M I per_image"]  # positions with a region
     slot: Int64[Tensor, "M R"]  # image of a region; I at padding
     position: Int64[Tensor, "M R"]  # of a region in the pass of its image; arbitrary but valid at padding
 
     @classmethod
     def from_regions(cls, regions: TextRegions, count: int) -> ImagePasses:
-        """The passes for texts with at most `count` images."""
-        attention_mask, slot = regions.attention_mask, regions.image_slot.masked_fill(~regions.attention_mask, count)
+        """Make the passes for texts with at most `count` images."""
+        attention_mask = regions.attention_mask
+        slot = regions.image_slot.masked_fill(~attention_mask, count)
         if count == 1:
             row = torch.arange(attention_mask.shape[1], device=attention_mask.device).expand_as(attention_mask)
             return cls(row[:, None], attention_mask[:, None], slot, row)
-        is_own = slot[:, None] == torch.arange(count, device=slot.device)[:, None]  # [M, I, R]
-        own = max(int(is_own.sum(dim=2).max()), 1)
-        row = (~is_own).to(torch.uint8).argsort(dim=2, stable=True)[:, :, :own]
-        position = (is_own.cumsum(dim=2) - 1).gather(1, slot.clamp(max=count - 1)[:, None])[:, 0].clamp(0, own - 1)
-        return cls(row, is_own.gather(2, row), slot, position)
+        is_of_image = slot[:, None] == torch.arange(count, device=slot.device)[:, None]  # [M, I, R]
+        per_image = max(int(is_of_image.sum(dim=2).max()), 1)
+        row = (~is_of_image).to(torch.uint8).argsort(dim=2, stable=True)[:, :, :per_image]
+        positions = is_of_image.cumsum(dim=2) - 1  # in the pass of each image
+        position = positions.gather(1, slot.clamp(max=count - 1)[:, None])[:, 0].clamp(0, per_image - 1)
+        return cls(row, is_of_image.gather(2, row), slot, position)
 
-    def split(self, values: Shaped[Tensor, "M R width"]) -> Shaped[Tensor, "passes own width"]:
-        """Regions of texts -> regions of passes; meaningless at padding."""
+    def split(self, values: Shaped[Tensor, "M R width"]) -> Shaped[Tensor, "passes per_image width"]:
+        """Turn regions of texts into regions of passes; meaningless at padding."""
         rows = self.row.flatten(1)[..., None]
         return take_along_dim(values, rows, dim=1).unflatten(1, self.row.shape[1:]).flatten(0, 1)
 
-    def join(self, states: Float[Tensor, "passes own E"]) -> Float[Tensor, "M R E"]:
-        """Regions of passes -> regions of texts, zero at padding."""
-        count, own = self.row.shape[1:]
-        positions = self.slot.clamp(max=count - 1) * own + self.position
+    def join(self, states: Float[Tensor, "passes per_image E"]) -> Float[Tensor, "M R E"]:
+        """Turn regions of passes into regions of texts, zero at padding."""
+        count, per_image = self.row.shape[1:]
+        positions = self.slot.clamp(max=count - 1) * per_image + self.position
         states = states.unflatten(0, (-1, count)).flatten(1, 2)
         return take_along_dim(states, positions[..., None], dim=1) * (self.slot < count)[..., None]
 
@@ -289,10 +301,10 @@ def merge_maps(
     texts: TextBatch,
     passes: ImagePasses,
     of_words: list[Float[Tensor, "M heads L L"]],
-    of_regions: list[Float[Tensor, "passes heads own own"]],
+    of_regions: list[Float[Tensor, "passes heads per_image per_image"]],
     across: list[tuple[Tensor, ...]],
 ) -> tuple[Float[Tensor, "M heads slots slots"], ...]:
-    """Maps over the L + R slots [words | regions] of M texts.
+    """Merge the maps of all layers into maps over the L + R slots [words | regions] of M texts.
 
     Args:
         of_words: a map per layer over words.
@@ -300,28 +312,46 @@ def merge_maps(
             images do not attend to each other.
         across: four maps per layer with cross attention and pass; they become two maps per image.
     """
-    attention_mask, count = texts.attention_mask, passes.row.shape[1]
-    length, rest = attention_mask.shape[1], passes.slot.shape[1]
-    words = torch.arange(length, device=attention_mask.device).expand_as(attention_mask)
-    positions = torch.cat([words, length + passes.position], dim=1)
+    attention_mask = texts.attention_mask
+    num_images = passes.row.shape[1]
+    num_words = attention_mask.shape[1]
+    num_regions = passes.slot.shape[1]
+    words = torch.arange(num_words, device=attention_mask.device).expand_as(attention_mask)
+    positions = torch.cat([words, num_words + passes.position], dim=1)
 
     def split_images(maps: Float[Tensor, "passes heads positions positions"]) -> list[Float[Tensor, "M heads _ _"]]:
-        """Maps over the positions [words | regions of the image] -> a map over all slots for each image."""
-        found = []
-        for image, rows in enumerate(maps.unflatten(0, (-1, count)).unbind(dim=1)):
+        """Turn maps over the positions [words | regions of the image] into a map over all slots for each image."""
+        image_maps = []
+        for image, position_maps in enumerate(maps.unflatten(0, (-1, num_images)).unbind(dim=1)):
             is_real = torch.cat([attention_mask, passes.slot == image], dim=1)
-            found.append(gather_pairs(rows, positions) * (is_real[:, None, :, None] & is_real[:, None, None, :]))
-        return found
+            is_real_pair = is_real[:, None, :, None] & is_real[:, None, None, :]
+            image_maps.append(gather_pairs(position_maps, positions) * is_real_pair)
+        return image_maps
 
-    is_pair = attention_mask[:, None, :, None] & attention_mask[:, None, None, :]
-    found = [F.pad(one * is_pair, (0, rest, 0, rest)) for one in of_words]
-    found += [torch.stack(split_images(F.pad(one, (length, 0, length, 0)))).sum(dim=0) for one in of_regions]
+    merged = []
+    is_word_pair = attention_mask[:, None, :, None] & attention_mask[:, None, None, :]
+    for word_map in of_words:
+        merged.append(F.pad(word_map * is_word_pair, (0, num_regions, 0, num_regions)))
+    for region_map in of_regions:
+        image_maps = split_images(F.pad(region_map, (num_words, 0, num_words, 0)))
+        merged.append(torch.stack(image_maps).sum(dim=0))
     for to_regions, to_words, among_words, among_regions in across:
-        first = torch.cat([among_words * 0, to_regions], 3), torch.cat([to_words, among_regions * 0], 3)
-        second = torch.cat([among_words, to_regions * 0], 3), torch.cat([to_words * 0, among_regions], 3)
-        for steps in zip(split_images(torch.cat(first, dim=2)), split_images(torch.cat(second, dim=2)), strict=True):
-            found += steps
-    return tuple(found)
+        cross_attention = join_blocks(
+            torch.zeros_like(among_words), to_regions, to_words, torch.zeros_like(among_regions)
+        )
+        self_attention = join_blocks(
+            among_words, torch.zeros_like(to_regions), torch.zeros_like(to_words), among_regions
+        )
+        for steps in zip(split_images(cross_attention), split_images(self_attention), strict=True):
+            merged += steps
+    return tuple(merged)
+
+
+def join_blocks(among_words: Map, to_regions: Map, to_words: Map, among_regions: Map) -> Map:
+    """Join the blocks of a map to the map over [words | regions]."""
+    of_words = torch.cat([among_words, to_regions], dim=3)
+    of_regions = torch.cat([to_words, among_regions], dim=3)
+    return torch.cat([of_words, of_regions], dim=2)
 
 
 class PretrainedLxmertConfig(PretrainedEncoderConfig, settings=LxmertEncoderConfig):
@@ -366,7 +396,9 @@ class LxmertEncoder(Encoder):
         self.encoder.layer = nn.ModuleList(SelfAttentionLayer(config) for _ in range(config.l_layers))
         self.encoder.x_layers = nn.ModuleList(CrossModalityLayer(config) for _ in range(config.x_layers))
         self.encoder.r_layers = nn.ModuleList(SelfAttentionLayer(config) for _ in range(config.r_layers))
-        self.lstm = SentenceLSTM(*2 * [config.hidden_size], batch_first=True) if config.with_lstm else None
+        self.lstm = None
+        if config.with_lstm:
+            self.lstm = SentenceLSTM(config.hidden_size, config.hidden_size, batch_first=True)
         self.pooler = BertPooler(config) if config.pooling == "tanh" else None
         self.top_down = TopDownAttention(config) if config.pooling == "butd" else None
         self.relative_geometry = None
@@ -393,17 +425,16 @@ class LxmertEncoder(Encoder):
     @override
     def attention_graphs(self) -> dict[str, AttentionGraph]:
         config = self.config
-        before, each = config.l_layers + config.r_layers, 2 * config.max_images
-        across = tuple(before + each * layer for layer in range(config.x_layers))
-        among = tuple(step + 1 for step in across)
+        first = config.l_layers + config.r_layers  # map of the first layer with cross attention
+        cross_maps = tuple(first + 2 * config.max_images * layer for layer in range(config.x_layers))
+        self_maps = tuple(number + 1 for number in cross_maps)
+        word_maps = (*range(config.l_layers), *self_maps)
+        region_maps = (*range(config.l_layers, first), *self_maps)
+        across = frozenset({AttentionBlock.WORDS_TO_REGIONS, AttentionBlock.REGIONS_TO_WORDS})
         return {
-            "language": AttentionGraph((*range(config.l_layers), *among), frozenset({AttentionBlock.WORDS_TO_WORDS})),
-            "vision": AttentionGraph(
-                (*range(config.l_layers, before), *among), frozenset({AttentionBlock.REGIONS_TO_REGIONS})
-            ),
-            "cross": AttentionGraph(
-                across, frozenset({AttentionBlock.WORDS_TO_REGIONS, AttentionBlock.REGIONS_TO_WORDS})
-            ),
+            "language": AttentionGraph(word_maps, frozenset({AttentionBlock.WORDS_TO_WORDS})),
+            "vision": AttentionGraph(region_maps, frozenset({AttentionBlock.REGIONS_TO_REGIONS})),
+            "cross": AttentionGraph(cross_maps, across),
         }
 
     @property
@@ -426,7 +457,9 @@ class LxmertEncoder(Encoder):
     ) -> EncoderOutput:
         passes = ImagePasses.from_regions(regions, self.config.max_images)
         region_mask = passes.attention_mask.flatten(0, 1)
-        of_words, of_regions, across = [], [], []  # maps
+        word_maps = []
+        region_maps = []
+        cross_maps = []
         # one per layer over regions, then one per layer with cross attention
         biases = [None] * (self.config.r_layers + self.config.x_layers)
         if self.relative_geometry is not None:
@@ -437,57 +470,68 @@ class LxmertEncoder(Encoder):
         if self.lstm is not None:
             words = self.lstm(words, texts.attention_mask)
         for layer in self.encoder.layer:
-            words, found = layer(words, texts.attention_mask, output_attentions)
-            of_words.append(found)
+            words, attention_map = layer(words, texts.attention_mask, output_attentions)
+            word_maps.append(attention_map)
         objects = self.embed_regions(texts, regions, passes)
         for layer, bias in zip(self.encoder.r_layers, biases[: self.config.r_layers], strict=True):
-            objects, found = layer(objects, region_mask, output_attentions, bias)
-            of_regions.append(found)
+            objects, attention_map = layer(objects, region_mask, output_attentions, bias)
+            region_maps.append(attention_map)
         # from here on, words are separate for each image of a text
-        words, word_mask, intermediate = passes.repeat(words), passes.repeat(texts.attention_mask), None
+        words = passes.repeat(words)
+        word_mask = passes.repeat(texts.attention_mask)
+        intermediate_passes = None
         for number, (layer, bias) in enumerate(zip(self.encoder.x_layers, biases[self.config.r_layers :], strict=True)):
             if number == intermediate_layer:
-                intermediate = words, objects
-            words, objects, found = layer(words, objects, word_mask, region_mask, output_attentions, bias)
-            across.append(found)
+                intermediate_passes = words, objects
+            words, objects, four_maps = layer(words, objects, word_mask, region_mask, output_attentions, bias)
+            cross_maps.append(four_maps)
 
         pooled = words[:, 0] if self.pooler is None else self.pooler(words)
         if self.top_down is not None:
             pooled = self.top_down(words, passes.split(regions.features), region_mask)
         states = self.combine_passes(words, objects, texts, passes)
-        if intermediate_layer is not None:
-            intermediate = states if intermediate is None else self.combine_passes(*intermediate, texts, passes)
+        intermediate = None
+        if intermediate_passes is not None:
+            intermediate = self.combine_passes(*intermediate_passes, texts, passes)
+        elif intermediate_layer is not None:  # after the last layer
+            intermediate = states
+        attentions = None
+        if output_attentions:
+            attentions = merge_maps(texts, passes, word_maps, region_maps, cross_maps)
         return EncoderOutput(
             text=states.text,
             regions=states.regions,
             summary=pooled.unflatten(0, (len(texts), -1)).flatten(1),
-            attentions=merge_maps(texts, passes, of_words, of_regions, across) if output_attentions else None,
+            attentions=attentions,
             word_embeddings=self.get_input_embeddings().weight,
             intermediate=intermediate,
         )
 
     def embed_regions(
         self, texts: TextBatch, regions: TextRegions, passes: ImagePasses
-    ) -> Float[Tensor, "passes own E"]:
+    ) -> Float[Tensor, "passes per_image E"]:
         features = regions.features
         if self.config.masked_region_feature:
             features = features.masked_fill(regions.is_masked[..., None], 0.0)
         relative_boxes = regions.boxes / regions.image_sizes.flip(-1).repeat(1, 1, 2)  # x by the width, y by the height
         objects = self.encoder.visn_fc(passes.split(features), passes.split(relative_boxes))
-        places = self.embeddings.position_embeddings.weight[: texts.input_ids.shape[1]]
-        named = region_word_alignment(texts, regions, places.dtype) if self.config.named_regions else None
-        if named is not None:
-            objects = objects + passes.split(named / named.sum(dim=2, keepdim=True).clamp(min=1) @ places)
-        return objects
+        if not self.config.named_regions:
+            return objects
+        positions = self.embeddings.position_embeddings.weight[: texts.input_ids.shape[1]]
+        alignment = region_word_alignment(texts, regions, positions.dtype)
+        if alignment is None:
+            return objects
+        alignment = alignment / alignment.sum(dim=2, keepdim=True).clamp(min=1)
+        return objects + passes.split(alignment @ positions)
 
     def combine_passes(
         self,
         words: Float[Tensor, "passes L E"],
-        objects: Float[Tensor, "passes own E"],
+        objects: Float[Tensor, "passes per_image E"],
         texts: TextBatch,
         passes: ImagePasses,
     ) -> IntermediateStates:
-        """States of passes -> states of texts, zero at padding.
+        """Turn states of passes into states of texts, zero at padding.
 
         The states of words are averaged over the passes with an image, or over all passes if a text has no image.
         """
@@ -501,7 +545,7 @@ class LxmertEncoder(Encoder):
     @torch.no_grad()
     @override
     def _init_weights(self, module: nn.Module) -> None:
-        """As in `Encoder`, but padding rows of tables are initialised like the other rows (official code)."""
+        """Initialise as in `Encoder`, but padding rows of tables like the other rows (official code)."""
         if isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=self.config.initializer_range)
         else:

@@ -37,7 +37,7 @@ BOX_COORDINATES = 6  # width of `relative_box_coordinates`
 def relative_box_coordinates(
     boxes: Float[Tensor, "*shape 4"], image_sizes: Num[Tensor, "*shape 2"]
 ) -> Float[Tensor, "*shape 6"]:
-    """x1, y1, x2, y2, width and height of a box, divided by its image's width and height.
+    """Return x1, y1, x2, y2, width and height of a box, divided by its image's width and height.
 
     The official code appends them to BAN's features of Flickr30K Entities.
     """
@@ -56,7 +56,9 @@ class VisualBertEmbeddings(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        hidden, positions, types = config.hidden_size, config.max_position_embeddings, config.type_vocab_size
+        hidden = config.hidden_size
+        positions = config.max_position_embeddings
+        types = config.type_vocab_size
         self.word_embeddings = nn.Embedding(config.vocab_size, hidden)  # no padding row, as in the official code
         self.position_embeddings = nn.Embedding(positions, hidden)
         self.token_type_embeddings = nn.Embedding(types, hidden)
@@ -69,7 +71,7 @@ class VisualBertEmbeddings(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, texts: TextBatch, regions: TextRegions) -> tuple[Float[Tensor, "M Z E"], SequenceLayout]:
-        """The input of the layers, and the layout of the packed sequence."""
+        """Return the input of the layers, and the layout of the packed sequence."""
         alignment = region_word_alignment(texts, regions, self.position_embeddings.weight.dtype)
         return self.join(texts, regions, alignment)
 
@@ -96,21 +98,23 @@ class VisualBertEmbeddings(nn.Module):
         types = torch.stack([self.visual_token_type_embeddings.weight[row] for row in self.config.region_types])
         objects = self.visual_projection(features) + F.embedding(regions.image_slot, types)
         objects = objects + self.region_positions(alignment)
-        longest = max(map(sum, zip(texts.lengths.tolist(), regions.lengths, strict=True)), default=0) or 1
+        lengths = [length + count for length, count in zip(texts.lengths.tolist(), regions.lengths, strict=True)]
+        longest = max(lengths, default=0) or 1
         layout = SequenceLayout.from_masks(texts.attention_mask, regions.attention_mask, longest, has_end=False)
         slots = torch.cat([words, objects.to(words.dtype)], dim=1)
         return self.dropout(self.LayerNorm(layout.pack(slots))), layout
 
     def region_positions(self, alignment: Float[Tensor, "M R L"] | None) -> Float[Tensor, "*shape E"]:
-        """The position vector of each region, see `region_position` of the config; or one vector for all."""
+        """Return the position vector of each region, see `region_position` of the config; or one vector for all."""
         is_official = self.config.region_position == "official"
         shared = self.visual_position_embeddings.weight[0]
-        result = shared if is_official else torch.zeros_like(shared)
+        if not is_official:
+            shared = torch.zeros_like(shared)
         if alignment is None:
-            return result
+            return shared
         if is_official:
             alignment = alignment / alignment.sum(dim=2, keepdim=True).clamp(min=1)
-        return result + alignment @ self.position_embeddings.weight[: alignment.shape[2]]
+        return shared + alignment @ self.position_embeddings.weight[: alignment.shape[2]]
 
 
 ANSWER_BEFORE_END = Template((CLS, 0, MASK, SEP), (0, 0, 0, 0), summary=2)
@@ -170,7 +174,7 @@ class VisualBertEncoder(Encoder):
         self._freeze()
 
     def train(self, mode: bool = True) -> VisualBertEncoder:
-        """As in `nn.Module`; freezes again, because `from_pretrained` creates new parameters."""
+        """Set the mode as `nn.Module` does, and freeze again, because `from_pretrained` creates new parameters."""
         super().train(mode)
         self._freeze()
         return self
@@ -228,32 +232,40 @@ class VisualBertEncoder(Encoder):
         biases: Sequence[Float[Tensor, "M heads Z Z"]] = (),
         intermediate_layer: int | None = None,
     ) -> EncoderOutput:
-        """As `forward`, from the packed input of the layers and the biases of their attention logits."""
-        length, layers = texts.attention_mask.shape[1], self.encoder["layer"]
+        """Do as `forward`, from the packed input of the layers and the biases of their attention logits."""
+        length = texts.attention_mask.shape[1]
+        layers = self.encoder["layer"]
         options = (layout.attention_mask, output_attentions, biases, intermediate_layer)
         if self.additional_layer is None:
             run = run_layers(layers, hidden, *options)
-            output, intermediate = run.output, run.intermediate
-            maps = [layout.unpack_pairs(one) for one in run.attentions]
+            output = run.output
+            intermediate = run.intermediate
+            maps = [layout.unpack_pairs(packed_map) for packed_map in run.attentions]
         else:  # late fusion: all layers over words, then one over words and embedded regions
             slots = layout.unpack(hidden)
-            is_word, is_region = layout.is_real[:, :length], layout.is_real[:, length:]
-            words, maps, _ = run_layers(layers, slots[:, :length], is_word, output_attentions)
-            is_pair = is_word[:, None, :, None] & is_word[:, None, None, :]
+            is_word = layout.is_real[:, :length]
+            is_region = layout.is_real[:, length:]
+            words, word_maps, _ = run_layers(layers, slots[:, :length], is_word, output_attentions)
+            is_word_pair = is_word[:, None, :, None] & is_word[:, None, None, :]
             count = is_region.shape[1]
-            maps = [F.pad(one * is_pair, (0, count, 0, count)) for one in maps]
+            maps = [F.pad(word_map * is_word_pair, (0, count, 0, count)) for word_map in word_maps]
             joint = layout.pack(torch.cat([words, slots[:, length:]], dim=1))
             run = run_layers([self.additional_layer], joint, *options)
             has_regions = is_region.any(dim=1)[:, None, None]  # other texts skip the layer
-            output, intermediate = (torch.where(has_regions, one, joint) for one in (run.output, run.intermediate))
-            maps += [layout.unpack_pairs(one) * has_regions[..., None] for one in run.attentions]
+            output = torch.where(has_regions, run.output, joint)
+            intermediate = torch.where(has_regions, run.intermediate, joint)
+            maps += [layout.unpack_pairs(packed_map) * has_regions[..., None] for packed_map in run.attentions]
         states = layout.split(output, length)
         pooled = self.pooler(output) if texts.summary is None else None
+        summary = read_summary(states.text, pooled, texts.summary)
+        intermediate_states = None
+        if intermediate_layer is not None:
+            intermediate_states = layout.split(intermediate, length)
         return EncoderOutput(
             text=states.text,
             regions=states.regions,
-            summary=read_summary(states.text, pooled, texts.summary),
+            summary=summary,
             attentions=tuple(maps) if output_attentions else None,
             word_embeddings=self.get_input_embeddings().weight,
-            intermediate=None if intermediate_layer is None else layout.split(intermediate, length),
+            intermediate=intermediate_states,
         )

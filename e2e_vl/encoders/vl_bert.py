@@ -128,7 +128,8 @@ class VLBertEmbeddings(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        hidden, visual = config.hidden_size, config.visual_size
+        hidden = config.hidden_size
+        visual = config.visual_size
         self.word_embeddings = nn.Embedding(config.vocab_size, hidden)
         self.position_embeddings = nn.Embedding(config.max_position_embeddings, hidden)
         self.segment_embeddings = nn.Embedding(config.type_vocab_size, hidden)
@@ -151,7 +152,7 @@ class VLBertEmbeddings(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, texts: TextBatch, regions: TextRegions) -> tuple[Float[Tensor, "M Z E"], SequenceLayout]:
-        """The input of the layers, and the layout of the packed sequence."""
+        """Return the input of the layers, and the layout of the packed sequence."""
         vectors = self.region_vectors(regions)
         word_vectors = self.word_vectors(texts, vectors, regions)
         region_words = self.region_word_embedding.weight.expand(*regions.attention_mask.shape, -1)
@@ -161,12 +162,13 @@ class VLBertEmbeddings(nn.Module):
         if self.image_slot_embeddings is not None:
             region_words = region_words + self.image_slot_embeddings(regions.image_slot)
         in_sequence = regions if self.config.whole_image_in_sequence else regions.without_whole_image()
-        longest = max(map(sum, zip(texts.lengths.tolist(), in_sequence.lengths, strict=True)), default=0) + 1  # [END]
+        lengths = [length + count for length, count in zip(texts.lengths.tolist(), in_sequence.lengths, strict=True)]
+        longest = max(lengths, default=0) + 1  # [END]
         mask = in_sequence.attention_mask
         return self.join(texts, word_vectors, region_words, vectors, mask, regions.image_slot, longest)
 
     def region_vectors(self, regions: TextRegions) -> Float[Tensor, "M R F"]:
-        """Geometry and feature of each region as one vector; meaningless at padding."""
+        """Project geometry and feature of each region to one vector; meaningless at padding."""
         geometry = geometry_embedding(
             regions.boxes, regions.image_sizes, self.config.geometry_dim, self.config.geometry
         )
@@ -178,7 +180,7 @@ class VLBertEmbeddings(nn.Module):
     def word_vectors(
         self, texts: TextBatch, vectors: Float[Tensor, "M R F"], regions: TextRegions
     ) -> Float[Tensor, "M _ F"] | None:
-        """The region vector of each word: the region of the first image that it refers to, or the whole image.
+        """Return the region vector of each word: of the first image's region that it refers to, or the whole image.
 
         For several images the vectors of the whole images are averaged. Row 0 of the regions is the first whole image.
         Returns one row per text if all its words have the same vector; None if words have no visual part. Texts without
@@ -237,7 +239,7 @@ class VLBertEmbeddings(nn.Module):
     def position_ids(
         self, text_mask: Bool[Tensor, "M L"], image_slot: Int64[Tensor, "M R"]
     ) -> Int64[Tensor, "M L+R+1"]:
-        """0 .. n - 1 for the words of a text of n wordpieces, n for its regions, n + 1 for [END].
+        """Return 0 .. n - 1 for the words of a text of n wordpieces, n for its regions, n + 1 for [END].
 
         Regions of the second image have n + 1 and so on; [END] comes after the last image.
         """
@@ -249,7 +251,7 @@ class VLBertEmbeddings(nn.Module):
     def token_type_ids(
         self, text_segments: Int64[Tensor, "M L"], region_mask: Bool[Tensor, "M R"]
     ) -> Int64[Tensor, "M L+R+1"]:
-        """The segments of the words, then 2 for regions and [END]."""
+        """Return the segments of the words, then 2 for regions and [END]."""
         rest = (len(text_segments), region_mask.shape[1] + 1)
         return torch.cat([text_segments, text_segments.new_full(rest, REGION_SEGMENT)], dim=1)
 
@@ -280,7 +282,8 @@ class VLBertLayer(BertLayerWithAttentions):
     ) -> tuple[Float[Tensor, "M Z E"], Float[Tensor, "M heads Z Z"] | None]:
         if not self.norm_first:
             return super().forward(hidden, mask, output_attentions)
-        attention, output = self.attention.output, self.output
+        attention = self.attention.output
+        output = self.output
         normed = attention.LayerNorm(hidden)
         probabilities = attention_probabilities(self.attention.self, normed, mask) if output_attentions else None
         context, _ = self.attention.self(normed, mask)
@@ -372,13 +375,20 @@ class VLBertModel(Encoder):
         length = texts.attention_mask.shape[1]
         states = layout.split(run.output, length)
         pooled = None if self.pooler is None else self.pooler(run.output)
+        summary = read_summary(states.text, pooled, texts.summary)
+        attentions = None
+        if output_attentions:
+            attentions = tuple(layout.unpack_pairs(packed_map) for packed_map in run.attentions)
+        intermediate = None
+        if intermediate_layer is not None:
+            intermediate = layout.split(run.intermediate, length)
         return EncoderOutput(
             text=states.text,
             regions=states.regions,
-            summary=read_summary(states.text, pooled, texts.summary),
-            attentions=tuple(layout.unpack_pairs(maps) for maps in run.attentions) if output_attentions else None,
+            summary=summary,
+            attentions=attentions,
             word_embeddings=self.get_input_embeddings().weight,
-            intermediate=None if intermediate_layer is None else layout.split(run.intermediate, length),
+            intermediate=intermediate,
         )
 
     def encode(
@@ -394,16 +404,20 @@ class VLBertModel(Encoder):
         run = run_layers(self.layers, hidden, layout.attention_mask, output_attentions, biases, intermediate_layer)
         if self.final_norm is None:
             return run
-        return run._replace(output=self.final_norm(run.output), intermediate=self.final_norm(run.intermediate))
+        output = self.final_norm(run.output)
+        intermediate = self.final_norm(run.intermediate)
+        return run._replace(output=output, intermediate=intermediate)
 
     @torch.no_grad()
     @override
     def _init_weights(self, module: nn.Module) -> None:
-        """As in `Encoder`, with `projection_init` and `embedding_init_std` of the config."""
+        """Initialise as in `Encoder`, with `projection_init` and `embedding_init_std` of the config."""
         std = self.config.embedding_init_std
+        if std is None:
+            std = self.config.initializer_range
         if isinstance(module, RegionProjection) and self.config.projection_init == "normal":
             PreTrainedModel._init_weights(self, module)
         elif isinstance(module, nn.Embedding) and not isinstance(module, self.self_initialized):
-            init.normal_(module.weight, std=self.config.initializer_range if std is None else std)
+            init.normal_(module.weight, std=std)
         else:
             super()._init_weights(module)
