@@ -9,7 +9,7 @@ the shape that it names, so that all types of the release occur; it means nothin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
@@ -58,25 +58,31 @@ def parse_caption(parts: Sequence[tuple[str, bool]]) -> list[GoldWord]:
     words: list[GoldWord] = []
     root = -1  # row of the noun of the first phrase
     for text, is_phrase in parts:
-        start, before = len(words), words[-1].form if words else ""
-        *others, last = text.split()
+        start = len(words)
         if is_phrase:
-            noun = start + len(others)
-            words += [GoldWord(word, *_KINDS.get(word.lower(), ("ADJ", "amod")), noun) for word in others]
-            if before == "in":
-                words.append(GoldWord(last, "NOUN", "pobj", start - 1))
-            elif before == "while":  # "while it is still": still governs, two words behind the pronoun
-                words.append(GoldWord(last, "PRON", "nsubj", noun + 2))
+            previous = words[-1].form if words else ""
+            *modifiers, noun = text.split()
+            noun_row = start + len(modifiers)
+            for word in modifiers:
+                kind, relation = _KINDS.get(word.lower(), ("ADJ", "amod"))
+                words.append(GoldWord(word, kind, relation, noun_row))
+            if previous == "in":
+                words.append(GoldWord(noun, "NOUN", "pobj", start - 1))
+            elif previous == "while":  # "while it is still": still governs, two words behind the pronoun
+                words.append(GoldWord(noun, "PRON", "nsubj", noun_row + 2))
+            elif root < 0:
+                words.append(GoldWord(noun, "NOUN", "root", -1))
+                root = noun_row
             else:
-                words.append(GoldWord(last, "NOUN", "root" if root < 0 else "conj", root))
-                root = noun if root < 0 else root
+                words.append(GoldWord(noun, "NOUN", "conj", root))
         elif text == "while":
             words.append(GoldWord(text, "SCONJ", "mark", start + 3))
         elif text == "is still":
             words.append(GoldWord("is", "AUX", "cop", start + 1))
             words.append(GoldWord("still", "ADJ", "advcl", root))
         else:
-            words.append(GoldWord(text, *_KINDS[text], root))
+            kind, relation = _KINDS[text]
+            words.append(GoldWord(text, kind, relation, root))
     return words
 
 
@@ -89,14 +95,14 @@ def format_conllu(name: str, words: Sequence[GoldWord]) -> str:
     return "\n".join(lines) + "\n\n"
 
 
-CAPTIONS = 5
-_TYPES = dict(
-    zip(SHAPES, ("people", "clothing", "bodyparts", "animals", "vehicles", "instruments"), strict=True)
-)  # of phrases that name a shape; others are "other"
+CAPTIONS = 5  # of a scene
+_SHAPE_TYPES = ("people", "clothing", "bodyparts", "animals", "vehicles", "instruments")
+_TYPES = dict(zip(SHAPES, _SHAPE_TYPES, strict=True))  # of phrases that name a shape; others are "other"
 _SEVERAL = 4  # most objects of one phrase
 _GROUPED = (("shape",), ("colour",), ("colour", "shape"), ("texture", "shape"))
 _ATTEMPTS = 20
-_SCENE, _UNSEEN = "scene", "notvisual"
+_SCENE = "scene"
+_UNSEEN = "notvisual"
 
 
 class DrawnPhrase(NamedTuple):
@@ -107,13 +113,27 @@ class DrawnPhrase(NamedTuple):
     objects: tuple[int, ...]  # indices of the named objects
 
     @property
-    def named(self) -> tuple[str, tuple[int, ...]]:
-        """Key of the coreference chain: the objects, or the kind without objects."""
-        return "" if self.objects else self.kind, self.objects
+    def chain_key(self) -> tuple[str, tuple[int, ...]]:
+        """What all phrases of its coreference chain share: the objects, or the kind without objects."""
+        if self.objects:
+            return "", self.objects
+        return self.kind, ()
 
 
 EntityCaption = list[str | DrawnPhrase]
-_Chains = dict[tuple[str, tuple[int, ...]], str]  # what is named -> its number
+_Chains = dict[tuple[str, tuple[int, ...]], str]  # chain key -> number of the chain
+
+
+def drawn_phrases(captions: Iterable[EntityCaption]) -> Iterator[DrawnPhrase]:
+    """Yield the phrases of captions."""
+    for caption in captions:
+        for part in caption:
+            if isinstance(part, DrawnPhrase):
+                yield part
+
+
+def _words(part: str | DrawnPhrase) -> str:
+    return part.words if isinstance(part, DrawnPhrase) else part
 
 
 class EntitiesWriter(FormatWriter):
@@ -131,54 +151,59 @@ class EntitiesWriter(FormatWriter):
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         for name in ("Sentences", "Annotations"):
             (folder / name).mkdir(exist_ok=True)
-        for split, part in by_split(scenes).items():
-            for scene in part:
+        for split, split_scenes in by_split(scenes).items():
+            for scene in split_scenes:
                 chains = _chains(scene)
                 lines = "".join(_line(caption, chains) + "\n" for caption in scene.drawn)
                 (folder / "Sentences" / f"{scene.image_id}.txt").write_text(lines, encoding="utf-8")
                 (folder / "Annotations" / f"{scene.image_id}.xml").write_text(_xml(scene, chains), encoding="utf-8")
-            ids = "".join(f"{scene.image_id}\n" for scene in part)
+            ids = "".join(f"{scene.image_id}\n" for scene in split_scenes)
             (folder / f"{split}.txt").write_text(ids, encoding="utf-8")
-            self.write_parses(folder, split, part)
+            self.write_parses(folder, split, split_scenes)
 
     def write_parses(self, folder: Path, split: str, scenes: Sequence[SceneRecord]) -> None:
         """Write the parses of a split; a text of several images has one parse."""
-        found: dict[str, str] = {}
+        parses: dict[str, str] = {}  # by text
         for scene in scenes:
             for line, caption in enumerate(scene.drawn):
-                parts = [(part, False) if isinstance(part, str) else (part.words, True) for part in caption]
-                words = parse_caption(parts)
+                words = parse_caption([(_words(part), isinstance(part, DrawnPhrase)) for part in caption])
                 text = " ".join(word.form for word in words)
-                found.setdefault(text, format_conllu(f"{scene.image_id}#{line}", words))
+                parses.setdefault(text, format_conllu(f"{scene.image_id}#{line}", words))
         (folder / "parses").mkdir(exist_ok=True)
-        (folder / "parses" / f"{split}.conllu").write_text("".join(found.values()), encoding="utf-8")
+        (folder / "parses" / f"{split}.conllu").write_text("".join(parses.values()), encoding="utf-8")
 
 
 def draw_entity_captions(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[EntityCaption]:
-    """Up to five different captions, each a list of words and phrases; all of them are true of the scene."""
-    found: dict[str, EntityCaption] = {}
+    """Draw up to five different captions, each a list of words and phrases; all of them are true of the scene."""
+    captions: dict[str, EntityCaption] = {}  # by text
     for _ in range(CAPTIONS * _ATTEMPTS):
-        if len(found) == CAPTIONS:
+        if len(captions) == CAPTIONS:
             break
-        caption = _caption(graph, values, rng)
-        found.setdefault(" ".join(part if isinstance(part, str) else part[0] for part in caption), caption)
-    return list(found.values())
+        caption = _draw_caption(graph, values, rng)
+        text = " ".join(_words(part) for part in caption)
+        captions.setdefault(text, caption)
+    return list(captions.values())
 
 
-def _caption(graph: SceneGraph, values: Values, rng: np.random.Generator) -> EntityCaption:
-    """One to three phrases joined by "and" and commas, perhaps with a scene and something unseen, and a full stop."""
-    named: dict[tuple[int, ...], DrawnPhrase] = {}
+def _draw_caption(graph: SceneGraph, values: Values, rng: np.random.Generator) -> EntityCaption:
+    """Join one to three phrases by "and" and commas, perhaps with a scene and something unseen, and a full stop."""
+    phrases: dict[tuple[int, ...], DrawnPhrase] = {}  # by the named objects
     for _ in range(int(rng.integers(1, 4))):
-        phrase = (_single if rng.random() < 0.65 else _group)(graph, values, rng)
+        if rng.random() < 0.65:
+            phrase = _name_single(graph, rng)
+        else:
+            phrase = _name_group(graph, values, rng)
         if phrase is not None:
-            named.setdefault(phrase[2], phrase)
+            phrases.setdefault(phrase.objects, phrase)
     parts: EntityCaption = []
-    for number, phrase in enumerate(named.values()):
-        if number:
-            parts.append("and" if number == len(named) - 1 else ",")
+    for number, phrase in enumerate(phrases.values(), start=1):
+        if number > 1:
+            parts.append("and" if number == len(phrases) else ",")
         parts.append(phrase)
     if rng.random() < 0.4 or not parts:
-        parts += ["in", DrawnPhrase("a picture", _SCENE, ())] if parts else [DrawnPhrase("a picture", _SCENE, ())]
+        if parts:
+            parts.append("in")
+        parts.append(DrawnPhrase("a picture", _SCENE, ()))
     if rng.random() < 0.2:
         parts += ["while", DrawnPhrase("it", _UNSEEN, ()), "is still"]
     first = parts[0]
@@ -186,41 +211,48 @@ def _caption(graph: SceneGraph, values: Values, rng: np.random.Generator) -> Ent
     return [*parts, "."]
 
 
-def _single(graph: SceneGraph, values: Values, rng: np.random.Generator) -> DrawnPhrase | None:
-    found = identify(graph, SLOTS, rng)
-    if found is None:
+def _name_single(graph: SceneGraph, rng: np.random.Generator) -> DrawnPhrase | None:
+    """Name an object by what only it has."""
+    identified = identify(graph, SLOTS, rng)
+    if identified is None:
         return None
-    index, description = found
+    index, description = identified
     return DrawnPhrase(f"the {noun_phrase(description)}", _TYPES.get(description.shape, "other"), (index,))
 
 
-def _group(graph: SceneGraph, values: Values, rng: np.random.Generator) -> DrawnPhrase | None:
+def _name_group(graph: SceneGraph, values: Values, rng: np.random.Generator) -> DrawnPhrase | None:
+    """Name all objects that something is true of, a few at most."""
     slots = _GROUPED[rng.integers(len(_GROUPED))]
-    some = [
-        (description, mask)
-        for description in all_descriptions(slots, values)
-        if 2 <= (mask := description.mask(graph)).bit_count() <= _SEVERAL
-    ]
-    if not some:
+    options = []
+    for description in all_descriptions(slots, values):
+        objects = members(description.mask(graph))
+        if 2 <= len(objects) <= _SEVERAL:
+            options.append((description, objects))
+    if not options:
         return None
-    description, mask = some[rng.integers(len(some))]
-    words = f"{NUMBERS[mask.bit_count()]} {noun_phrase(description, plural=True)}"
-    return DrawnPhrase(words, _TYPES.get(description.shape, "other"), tuple(members(mask)))
+    description, objects = options[rng.integers(len(options))]
+    words = f"{NUMBERS[len(objects)]} {noun_phrase(description, plural=True)}"
+    return DrawnPhrase(words, _TYPES.get(description.shape, "other"), tuple(objects))
 
 
 def _chains(scene: SceneRecord) -> _Chains:
     """Number the chains of sets of objects and of the scene; things that cannot be seen are 0."""
     chains: _Chains = {}
-    for phrase in (part for caption in scene.drawn for part in caption if not isinstance(part, str)):
+    for phrase in drawn_phrases(scene.drawn):
         number = "0" if phrase.kind == _UNSEEN else str(scene.image_id * 100 + len(chains) + 1)
-        chains.setdefault(phrase.named, number)
+        chains.setdefault(phrase.chain_key, number)
     return chains
 
 
 def _line(caption: EntityCaption, chains: _Chains) -> str:
-    return " ".join(
-        part if isinstance(part, str) else f"[/EN#{chains[part.named]}/{part.kind} {part.words}]" for part in caption
-    )
+    """Return a line of a file of sentences, with its phrases in brackets."""
+    texts = []
+    for part in caption:
+        if isinstance(part, DrawnPhrase):
+            texts.append(f"[/EN#{chains[part.chain_key]}/{part.kind} {part.words}]")
+        else:
+            texts.append(part)
+    return " ".join(texts)
 
 
 def _xml(scene: SceneRecord, chains: _Chains) -> str:
@@ -234,20 +266,20 @@ def _xml(scene: SceneRecord, chains: _Chains) -> str:
     for name, value in (("width", scene.size[1]), ("height", scene.size[0]), ("depth", 3)):
         ElementTree.SubElement(size, name).text = str(value)
     for index, item in enumerate(scene.objects):
-        names = [chain for (_, objects), chain in chains.items() if index in objects]
-        if not names:
+        numbers = [number for (_, objects), number in chains.items() if index in objects]
+        if not numbers:
             continue
         element = ElementTree.SubElement(root, "object")
-        for name in names:
-            ElementTree.SubElement(element, "name").text = name
+        for number in numbers:
+            ElementTree.SubElement(element, "name").text = number
         box = ElementTree.SubElement(element, "bndbox")
         x, y, w, h = (int(value) for value in item.box)
         for side, value in (("xmin", x + 1), ("ymin", y + 1), ("xmax", x + w), ("ymax", y + h)):
             ElementTree.SubElement(box, side).text = str(value)
-    for (kind, _), chain in chains.items():
+    for (kind, _), number in chains.items():
         if kind == _SCENE:
             element = ElementTree.SubElement(root, "object")
-            for name, text in (("name", chain), ("scene", "1"), ("nobndbox", "0")):
+            for name, text in (("name", number), ("scene", "1"), ("nobndbox", "0")):
                 ElementTree.SubElement(element, name).text = text
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode") + "\n"
@@ -258,26 +290,27 @@ class PhrasesWriter(EntitiesWriter):
 
     @override
     def draw(self, scene: SceneRecord, graph: SceneGraph) -> list[EntityCaption]:
-        return [phrases_of_reference(one, graph) for one in [*scene.references, *scene.without_target]]
+        references = [*scene.references, *scene.without_target]
+        return [phrases_of_reference(reference, graph) for reference in references]
 
     @override
     def write_parses(self, folder: Path, split: str, scenes: Sequence[SceneRecord]) -> None:
-        """Expressions have no gold parses."""
+        """Write nothing: expressions have no gold parses."""
 
 
 def phrases_of_reference(reference: Reference, graph: SceneGraph) -> EntityCaption:
     """Split an expression into phrases and the words between them."""
-    expression, fitting = reference.expression, reference.expression.description.mask(graph)
+    expression = reference.expression
     head, link, rest = split_phrases(expression, reference.sentence)
+    target = () if reference.target is None else (reference.target,)
     if not rest:
-        return [DrawnPhrase(head, "other", () if reference.target is None else (reference.target,))]
-    own = 0 if reference.target is None else 1 << reference.target
-    others = fitting & ~own if expression.anchor is None else expression.anchor.mask(graph)
-    return [
-        DrawnPhrase(head, "other", tuple(members(fitting))),
-        link,
-        DrawnPhrase(rest, "other", tuple(members(others))),
-    ]
+        return [DrawnPhrase(head, "other", target)]
+    fitting = members(expression.description.mask(graph))
+    if expression.anchor is None:  # it is compared with all others that fit
+        compared = [index for index in fitting if index not in target]
+    else:
+        compared = members(expression.anchor.mask(graph))
+    return [DrawnPhrase(head, "other", tuple(fitting)), link, DrawnPhrase(rest, "other", tuple(compared))]
 
 
 # Visual Genome: images, descriptions of regions, and graphs that link nouns with objects.
@@ -288,6 +321,7 @@ def phrases_of_reference(reference: Reference, graph: SceneGraph) -> EntityCapti
 
 _FOLDER = "VG_100K"
 _NOUNS = frozenset({*SHAPES, *THINGS})
+_DESCRIPTION_KEYS = ("region_id", "image_id", "phrase", "x", "y", "width", "height")
 
 
 class VisualGenomeWriter(FormatWriter):
@@ -304,70 +338,80 @@ class VisualGenomeWriter(FormatWriter):
     @override
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
         (folder / _FOLDER).mkdir(exist_ok=True)
-        for split, part in by_split(scenes).items():
+        for split, split_scenes in by_split(scenes).items():
+            images = []
+            descriptions = []
             graphs = []
-            for scene in part:
+            for scene in split_scenes:
                 link_image(scene.image_file, folder / _FOLDER / f"{scene.image_id}.jpg")
-                pairs = enumerate(zip(scene.references, scene.drawn, strict=True), scene.first_sentence_id + 1)
-                own = [_region(number, scene, reference, caption) for number, (reference, caption) in pairs]
-                graphs.append({"image_id": scene.image_id, "regions": own})
-            images = [
-                {
-                    "image_id": scene.image_id,
-                    "coco_id": None,
-                    "flickr_id": None,
-                    "width": scene.size[1],
-                    "height": scene.size[0],
-                    "url": f"https://drawn.example/{_FOLDER}/{scene.image_id}.jpg",
-                }
-                for scene in part
-            ]
-            keys = ("region_id", "image_id", "phrase", "x", "y", "width", "height")
-            descriptions = [
-                {"id": graph["image_id"], "regions": [{key: one[key] for key in keys} for one in graph["regions"]]}
-                for graph in graphs
-            ]
+                regions = []
+                for number, (reference, caption) in enumerate(zip(scene.references, scene.drawn, strict=True), start=1):
+                    regions.append(_region(scene.first_sentence_id + number, scene, reference, caption))
+                described = [{key: region[key] for key in _DESCRIPTION_KEYS} for region in regions]
+                images.append(_image_data(scene))
+                descriptions.append({"id": scene.image_id, "regions": described})
+                graphs.append({"image_id": scene.image_id, "regions": regions})
             write_compact(folder / f"image_data_{split}.json", images)
             write_compact(folder / f"region_graphs_{split}.json", graphs)
             write_compact(folder / f"region_descriptions_{split}.json", descriptions)
 
 
-def _region(number: int, scene: SceneRecord, reference: Reference, caption: EntityCaption) -> dict[str, Any]:
-    words, synsets, objects = "", [], {}
-    for count, part in enumerate(caption):
-        words += " " if words else ""
-        if isinstance(part, str):
-            words += part
-            continue
-        # the first phrase is about one of the objects that it is true of
-        named = (reference.target,) if count == 0 else part.objects
-        noun = next((word for word in part.words.split() if word in _NOUNS), None)
-        if noun is not None:
-            start = len(words) + f" {part.words} ".index(f" {noun} ")
-            place = {"entity_idx_start": start, "entity_idx_end": start + len(noun)}
-            synsets.append({**place, "entity_name": noun, "synset_name": f"{noun}.n.01"})
-        for index in named:
-            item = scene.objects[index]
-            name = noun or item.appearance.shape
-            names = {"name": name, "synsets": [f"{name}.n.01"]}
-            place = dict(zip("xywh", map(int, item.box), strict=True))
-            objects[index] = {"object_id": scene.first_annotation_id + index, **names, **place}
-        words += part.words
+def _image_data(scene: SceneRecord) -> dict[str, Any]:
+    height, width = scene.size
+    return {
+        "image_id": scene.image_id,
+        "coco_id": None,
+        "flickr_id": None,
+        "width": width,
+        "height": height,
+        "url": f"https://drawn.example/{_FOLDER}/{scene.image_id}.jpg",
+    }
+
+
+def _region(region_id: int, scene: SceneRecord, reference: Reference, caption: EntityCaption) -> dict[str, Any]:
+    """Return the region of an expression, around all objects that it names."""
+    text = ""
+    synsets: list[dict[str, Any]] = []
+    objects: dict[int, dict[str, Any]] = {}  # by index; the target is the first
+    for position, part in enumerate(caption):
+        if position:
+            text += " "
+        if isinstance(part, DrawnPhrase):
+            noun = next((word for word in part.words.split() if word in _NOUNS), None)
+            if noun is not None:
+                start = len(text) + f" {part.words} ".index(f" {noun} ")
+                synset = {
+                    "entity_idx_start": start,
+                    "entity_idx_end": start + len(noun),
+                    "entity_name": noun,
+                    "synset_name": f"{noun}.n.01",
+                }
+                synsets.append(synset)
+            # the first phrase is about one of the objects that it is true of
+            named_objects = (reference.target,) if position == 0 else part.objects
+            for index in named_objects:
+                objects[index] = _region_object(scene, index, noun)
+        text += _words(part)
     target, *others = objects.values()
-    link = next((part for part in caption if isinstance(part, str)), "")
-    start = {"subject_id": target["object_id"], "predicate": link, "synsets": []}
+    predicate = next((part for part in caption if isinstance(part, str)), "")
     relationships = [
-        {"relationship_id": 1000 * number + row, "object_id": other["object_id"], **start}
+        {
+            "relationship_id": 1000 * region_id + row,
+            "object_id": other["object_id"],
+            "subject_id": target["object_id"],
+            "predicate": predicate,
+            "synsets": [],
+        }
         for row, other in enumerate(others)
     ]
-    corners = [(one["x"], one["y"], one["x"] + one["w"], one["y"] + one["h"]) for one in objects.values()]
-    x, y, right, bottom = (
-        choose(values) for choose, values in zip((min, min, max, max), zip(*corners, strict=True), strict=True)
-    )
+    x = min(item["x"] for item in objects.values())
+    y = min(item["y"] for item in objects.values())
+    right = max(item["x"] + item["w"] for item in objects.values())
+    bottom = max(item["y"] + item["h"] for item in objects.values())
     return {
-        "region_id": number,
+        "region_id": region_id,
         "image_id": scene.image_id,
-        "phrase": words,
+        "phrase": text,
         "x": x,
         "y": y,
         "width": right - x,
@@ -375,4 +419,20 @@ def _region(number: int, scene: SceneRecord, reference: Reference, caption: Enti
         "synsets": synsets,
         "objects": list(objects.values()),
         "relationships": relationships,
+    }
+
+
+def _region_object(scene: SceneRecord, index: int, noun: str | None) -> dict[str, Any]:
+    """Return an object as a region's graph has it, named by a noun of the region or by its shape."""
+    item = scene.objects[index]
+    name = noun or item.appearance.shape
+    x, y, w, h = (int(value) for value in item.box)
+    return {
+        "object_id": scene.first_annotation_id + index,
+        "name": name,
+        "synsets": [f"{name}.n.01"],
+        "x": x,
+        "y": y,
+        "w": w,
+        "h": h,
     }
