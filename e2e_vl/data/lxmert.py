@@ -117,7 +117,7 @@ class LXMERTDataset(RecordDataset):
         splits: list[JoinedSplit] = []
         for values in self.split_values:
             split_texts = self.read(files.path(self.key, **values), options)
-            split_texts = _kept(split_texts, options, files, values, needs)
+            split_texts = _select_texts(split_texts, options, files, values, needs)
             texts += split_texts
             image_names = None  # only the features say where images come from
             if needs.boxes is not BoxSource.PRECOMPUTED:
@@ -156,8 +156,8 @@ class ImageSentenceDataset(LXMERTDataset):
 
     @classmethod
     def read(cls, path: Path, options: ImageSentenceDatasetConfig) -> list[SourcedSentence]:
-        """The sentences about each image, with sources in file order."""
-        found = []
+        """Read the sentences about each image, with sources in file order."""
+        records: list[SourcedSentence] = []
         for row in stream_list(path, _SentencesRow):
             for source, sentences in row.sentf.items():
                 labels = row.labelf.get(source) or [None] * len(sentences)
@@ -166,10 +166,11 @@ class ImageSentenceDataset(LXMERTDataset):
                         f"{path}: {row.img_id} has {len(sentences)} sentences of {source}, but {len(labels)} labels; "
                         "download the file again."
                     )
-                pairs = enumerate(zip(sentences, labels, strict=True))
-                if options.sources is None or source in options.sources:
-                    found += [SourcedSentence(row.img_id, source, number, *pair) for number, pair in pairs]
-        return found
+                if options.sources is not None and source not in options.sources:
+                    continue
+                for number, (sentence, label) in enumerate(zip(sentences, labels, strict=True)):
+                    records.append(SourcedSentence(row.img_id, source, number, sentence, label))
+        return records
 
 
 class ScoredQuestionDataset(LXMERTDataset):
@@ -186,7 +187,7 @@ class ScoredQuestionDataset(LXMERTDataset):
     @classmethod
     def answers_of(cls, files: DataFiles, options: ImageSetsConfig, split: str) -> dict[Any, str]:
         questions = cls._read_splits(files, options, split)
-        return {one.id: max(one.label, key=one.label.get) for one in questions if one.label}
+        return {question.id: max(question.label, key=question.label.get) for question in questions if question.label}
 
 
 class ListedPairDataset(LXMERTDataset):
@@ -197,15 +198,15 @@ class ListedPairDataset(LXMERTDataset):
     record = ListedPair
 
 
-def _kept(
+def _select_texts(
     texts: list[Any], options: ImageSetsConfig, files: DataFiles, values: dict[str, str], needs: DataNeeds
 ) -> list[Any]:
-    """The texts of a split that `skip_missing_images` and `first_rows` keep."""
-    split, rows = values["split"], options.first_rows.get(values["split"])
+    """Return the texts of a split that `skip_missing_images` and `first_rows` select."""
+    split = values["split"]
+    rows = options.first_rows.get(split)
+    reads_boxes = needs.boxes in (BoxSource.PRECOMPUTED, BoxSource.DETECTIONS)
     store = None
-    if needs.boxes in (BoxSource.PRECOMPUTED, BoxSource.DETECTIONS) and (
-        rows is not None or options.skip_missing_images
-    ):
+    if reads_boxes and (rows is not None or options.skip_missing_images):
         store = open_features(files.path(needs.boxes.needs[-1], **values))
     if rows is not None and (store is None or store.path.is_dir()):
         raise UserError(
@@ -214,13 +215,13 @@ def _kept(
         )
     if store is None:
         return texts
-    kept = texts
+    selected = texts
     if options.skip_missing_images:
-        kept = [text for text in texts if all(image in store for image in text.image_names)]
+        selected = [text for text in texts if all(image in store for image in text.image_names)]
     if rows is not None:
-        later = set(store.ids[rows:])
-        kept = [text for text in kept if later.isdisjoint(text.image_names)]
-    if len(kept) < len(texts):
-        number = len(texts) - len(kept)
-        logger.warning("%s: skipped %d of %d texts of %s.", store.path, number, len(texts), split)
-    return kept
+        later_images = set(store.ids[rows:])
+        selected = [text for text in selected if later_images.isdisjoint(text.image_names)]
+    num_skipped = len(texts) - len(selected)
+    if num_skipped:
+        logger.warning("%s: skipped %d of %d texts of %s.", store.path, num_skipped, len(texts), split)
+    return selected

@@ -8,6 +8,7 @@ Files (`data.files`, relative to `data.root`; {split} is the split)
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -51,6 +52,7 @@ class VCRQuestion(Record):
         return self.annot_id
 
     def lacks(self, labels: Sequence[str]) -> bool:
+        """Return whether any of the fields `labels` is unknown."""
         return any(getattr(self, label) is None for label in labels)
 
     @property
@@ -74,7 +76,7 @@ class ImageMetadata(Record):
     attribute_ids: list[list[Count]] | None = None
 
     def objects(self, where: str) -> AnnotatedObjects:
-        """The objects in file order, without classes; `where` names the file in error messages."""
+        """Return the objects in file order, without classes; `where` names the file in error messages."""
         number = len(self.names)
         boxes = np.array([box[:4] for box in self.boxes], dtype=np.float64).reshape(-1, 4)
         lengths = {len(self.boxes), len(self.segms), len(self.attribute_ids or self.names)}
@@ -86,8 +88,13 @@ class ImageMetadata(Record):
         attributes = None
         if self.attribute_ids:
             attributes = np.array(self.attribute_ids, dtype=np.int64).reshape(number, -1)
-        outlines = [[np.array(one, dtype=np.float64) for one in outlines] for outlines in self.segms]
+        outlines = [_polygons(segmentation) for segmentation in self.segms]
         return AnnotatedObjects(boxes, where, attributes=attributes, names=tuple(self.names), outlines=outlines)
+
+
+def _polygons(segmentation: Outlines) -> list[np.ndarray]:
+    """Return the polygons of one object, float64 [points, 2] each."""
+    return [np.array(polygon, dtype=np.float64) for polygon in segmentation]
 
 
 def read_questions(path: str | Path) -> SerializedList[VCRQuestion]:
@@ -121,8 +128,9 @@ def _distinct_questions(path: str | Path, skipped: SkippedRecords, ids: list[str
 
 
 def read_metadata(path: Path, question: VCRQuestion) -> tuple[tuple[int, int], AnnotatedObjects]:
-    """(height, width) of a question's image, and its objects in the order of the metadata file, without classes."""
-    content, where = read_json(path, ImageMetadata), f"{path} ({question.annot_id})"
+    """Read (height, width) of a question's image and its objects in the order of the metadata file, without classes."""
+    content = read_json(path, ImageMetadata)
+    where = f"{path} ({question.annot_id})"
     if content.names != question.objects:
         raise UserError(
             f"{where}: the names {content.names} differ from the question's objects {question.objects}; use "
@@ -132,7 +140,7 @@ def read_metadata(path: Path, question: VCRQuestion) -> tuple[tuple[int, int], A
 
 
 def read_detected_objects(path: Path, min_score: float) -> tuple[tuple[int, int], AnnotatedObjects]:
-    """Predicted boxes of VCR's classes in an image of another data set, from a file in the format of VCR's metadata.
+    """Read boxes of VCR's classes, predicted in an image of another data set, from a file in VCR's metadata format.
 
     A box is [x1, y1, x2, y2, score]. VisualBERT's official code uses such boxes for COCO's images in its first phase
     for VCR.
@@ -141,26 +149,29 @@ def read_detected_objects(path: Path, min_score: float) -> tuple[tuple[int, int]
         min_score: keep only boxes with a higher score.
 
     Returns:
-        (height, width) of the original image, and the kept objects in file order, with classes.
+        (height, width) of the original image, and these objects in file order, with classes.
     """
     content = read_json(path, ImageMetadata)
     objects = content.objects(str(path))
-    unknown = sorted({*content.names} - {*CLASS_NAMES})
-    if unknown or not all(len(box) == 5 and 0 <= box[4] <= 1 for box in content.boxes):
+    unknown_classes = sorted({*content.names} - {*CLASS_NAMES})
+    have_scores = all(len(box) == 5 and 0 <= box[4] <= 1 for box in content.boxes)
+    if unknown_classes or not have_scores:
+        invalid = f"the class {unknown_classes[0]}" if unknown_classes else "a box"
         raise UserError(
-            f"{path}: {f'the class {unknown[0]}' if unknown else 'a box'} is invalid; every box needs a score from 0 "
-            f"to 1 after its corners, and one of VCR's {len(CLASS_NAMES)} classes, which are COCO's without spaces"
+            f"{path}: {invalid} is invalid; every box needs a score from 0 to 1 after its corners, and one of VCR's "
+            f"{len(CLASS_NAMES)} classes, which are COCO's without spaces"
         )
-    kept = [row for row, box in enumerate(content.boxes) if box[4] > min_score]
-    chosen = dataclasses.replace(
+    rows = [row for row, box in enumerate(content.boxes) if box[4] > min_score]
+    names = tuple(content.names[row] for row in rows)
+    detected = dataclasses.replace(
         objects,
-        boxes=objects.boxes[kept],
-        classes=np.array([CLASS_NAMES.index(content.names[row]) for row in kept], dtype=np.int64),
-        attributes=None if objects.attributes is None else objects.attributes[kept],
-        names=tuple(content.names[row] for row in kept),
-        outlines=[objects.outlines[row] for row in kept],
+        boxes=objects.boxes[rows],
+        classes=np.array([CLASS_NAMES.index(name) for name in names], dtype=np.int64),
+        attributes=None if objects.attributes is None else objects.attributes[rows],
+        names=names,
+        outlines=[objects.outlines[row] for row in rows],
     )
-    return (content.height, content.width), chosen
+    return (content.height, content.width), detected
 
 
 class VCRDataset(VLDataset):
@@ -185,33 +196,46 @@ class VCRDataset(VLDataset):
         self.class_names = options.class_names
         self.has_phrases = options.names_are_phrases
         self.split_values = [{}]
-        each = options.condition_on == "each"
-        needs_labels = needs.training or (options.question != "answer" and not each)
+        conditions_on_each = options.condition_on == "each"
+        needs_labels = needs.training or (options.question != "answer" and not conditions_on_each)
         needs_rationales = needs.training and options.question != "answer"
         labels = ("answer_label", "rationale_label") if needs_rationales else ("answer_label",)
         unlabelled = [question.annot_id for question in self.questions if question.lacks(labels)]
-        if (needs.training and each) or (needs_labels and unlabelled):
+        if (needs.training and conditions_on_each) or (needs_labels and unlabelled):
+            example = f" (such as {unlabelled[0]})" if unlabelled else ""
             raise UserError(
-                f"{self.path}: {len(unlabelled)} questions have no labels{_such_as(unlabelled)}, or "
+                f"{self.path}: {len(unlabelled)} questions have no labels{example}, or "
                 "data.config.condition_on=each drops them; train on a split with labels with condition_on=right, and "
                 "predict a test split with condition_on=each."
             )
         self._class_of = {name: number for number, name in enumerate(self.class_names)}
-        unknown = {name for question in self.questions for name in question.objects} - self._class_of.keys()
-        if unknown:
+        used_classes: set[str] = set()
+        for question in self.questions:
+            used_classes.update(question.objects)
+        unknown_classes = used_classes - self._class_of.keys()
+        if unknown_classes:
             raise UserError(
-                f"{self.path}: the object class '{min(unknown)}' is not one of the {len(self.class_names)} classes; "
-                "correct it or set the list in data.config.class_names."
+                f"{self.path}: the object class '{min(unknown_classes)}' is not one of the {len(self.class_names)} "
+                "classes; correct it or set the list in data.config.class_names."
             )
-        self.per_question = CHOICES if options.condition_on == "each" else 1 + (options.question == "both")
+        self.per_question = 1  # text indices
+        if conditions_on_each:
+            self.per_question = CHOICES
+        elif options.question == "both":
+            self.per_question = 2
         if options.objects != "all":
             self.groups = [[index] for index in range(len(self))]
         else:
-            images = ((one.img_fn, *one.objects) for one in self.questions for _ in range(self.per_question))
-            self.groups = TextGroups.of_images(images)
+            self.groups = TextGroups.of_images(self._images_of_texts())
+
+    def _images_of_texts(self) -> Iterator[tuple[str, ...]]:
+        """Yield the image of each text index, with its objects: texts with the same ones are a group."""
+        for question in self.questions:
+            image = (question.img_fn, *question.objects)
+            yield from [image] * self.per_question
 
     def _is_answer(self, index: int) -> bool:
-        """Whether the choices of this text index are answers, not rationales."""
+        """Return whether the choices of this text index are answers, not rationales."""
         if self.options.question == "both":
             return index % 2 == 0
         if self.options.question == "in_turn":
@@ -220,10 +244,16 @@ class VCRDataset(VLDataset):
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: VCRDatasetConfig, split: str) -> Iterable[str]:
-        """All sentences of a split, with objects replaced by their class names."""
-        for one in read_questions(files.path("questions", split=split)):
-            for sentence in one.sentences:
-                yield " ".join(t if isinstance(t, str) else " ".join(one.objects[o] for o in t) for t in sentence)
+        """Yield all sentences of a split, with objects replaced by their class names."""
+        for question in read_questions(files.path("questions", split=split)):
+            for sentence in question.sentences:
+                words: list[str] = []
+                for token in sentence:
+                    if isinstance(token, str):
+                        words.append(token)
+                    else:
+                        words += [question.objects[number] for number in token]
+                yield " ".join(words)
 
     @classmethod
     def class_names_of(cls, options: VCRDatasetConfig) -> Sequence[str]:
@@ -235,14 +265,15 @@ class VCRDataset(VLDataset):
 
     @classmethod
     def select_candidates(cls, sample: Sample, options: VCRDatasetConfig) -> Sample:
-        image, text = sample.images[0], sample.texts[0]
+        image = sample.images[0]
+        text = sample.texts[0]
         if not isinstance(text, ChoiceText):  # a text with masked words, which refers to no boxes
             return sample
-        kept = _kept_objects(options.objects, image.objects.names, [*text.query, *text.choices])
-        return dataclasses.replace(sample, images=(dataclasses.replace(image, candidates=kept),))
+        candidates = _candidate_objects(options.objects, image.objects.names, [*text.query, *text.choices])
+        return dataclasses.replace(sample, images=(dataclasses.replace(image, candidates=candidates),))
 
     def __len__(self) -> int:
-        """Number of text indices."""
+        """Return the number of text indices."""
         return len(self.questions) * self.per_question
 
     def image_locations(self) -> Iterable[tuple[Path, str]]:
@@ -258,8 +289,8 @@ class VCRDataset(VLDataset):
         question = self.questions[texts[0] // self.per_question]
         size, objects = read_metadata(self.folder / question.metadata_fn, question)
         classes = np.array([self._class_of[name] for name in question.objects], dtype=np.int64)
-        chosen = tuple(self._text(index) for index in texts)
-        sentences = [*chosen[0].query, *chosen[0].choices]
+        sample_texts = tuple(self._text(index) for index in texts)
+        sentences = [*sample_texts[0].query, *sample_texts[0].choices]
         if self.options.objects != "r2c":
             sentences = [question.question, *question.answer_choices]
             if self.options.objects == "r2c_all_texts" or not self._is_answer(texts[0]):
@@ -269,47 +300,52 @@ class VCRDataset(VLDataset):
             self.folder / question.img_fn,
             size,
             objects=dataclasses.replace(objects, classes=classes),
-            candidates=_kept_objects(self.options.objects, question.objects, sentences),
+            candidates=_candidate_objects(self.options.objects, question.objects, sentences),
         )
-        return Sample((image,), chosen)
+        return Sample((image,), sample_texts)
 
     def _text(self, index: int) -> ChoiceText:
-        question, each = self.questions[index // self.per_question], self.options.condition_on == "each"
-        query, choices, label, given = [question.question], question.answer_choices, question.answer_label, None
+        question = self.questions[index // self.per_question]
+        conditions_on_each = self.options.condition_on == "each"
+        query = [question.question]
+        choices = question.answer_choices
+        label = question.answer_label
+        answer = None  # that the rationales explain
         if not self._is_answer(index):
-            given = index % self.per_question if each else question.answer_label
-            query.append(question.answer_choices[given])
+            answer = index % self.per_question if conditions_on_each else question.answer_label
+            query.append(question.answer_choices[answer])
             choices = question.rationale_choices
             # rationales are written for the right answer
-            label = question.rationale_label if given == question.answer_label else None
+            label = question.rationale_label if answer == question.answer_label else None
+        words: list[str] = []
+        for sentence in query:
+            words += map(str, sentence)
         metadata: dict[str, Any] = {
             "annot_id": question.annot_id,
-            "kind": "answer" if given is None else "rationale",
-            "conditioned_on": given,
+            "kind": "answer" if answer is None else "rationale",
+            "conditioned_on": answer,
         }
         if question.family is not None:
             metadata["family"] = question.family
         return ChoiceText(
             index,
-            " ".join(t if isinstance(t, str) else str(t) for sentence in query for t in sentence),
+            " ".join(words),
             metadata,
             None if label is None else CorrectChoice(label),
             query=tuple(query),
             choices=tuple(choices),
-            is_learned=not each,
+            is_learned=not conditions_on_each,
             names_are_phrases=self.options.names_are_phrases,
         )
 
 
-def _such_as(ids: Sequence[str]) -> str:
-    return f" (such as {ids[0]})" if ids else ""
-
-
-def _kept_objects(which: str, objects: Sequence[str], sentences: Sequence[Sentence]) -> tuple[int, ...] | None:
-    """The objects that the option `objects` keeps as candidate boxes; None: all."""
-    if which == "all":
+def _candidate_objects(rule: str, objects: Sequence[str], sentences: Sequence[Sentence]) -> tuple[int, ...] | None:
+    """Return the objects that are candidate boxes by the rule `data.config.objects`; None: all."""
+    if rule == "all":
         return None
-    return find_mentioned_objects(sentences) if which == "mentioned" else find_relevant_objects(objects, sentences)
+    if rule == "mentioned":
+        return find_mentioned_objects(sentences)
+    return find_relevant_objects(objects, sentences)
 
 
 PERSON = "person"
@@ -318,8 +354,11 @@ EVERYONE = ("everyone", "everyones")  # refer to all people in R2C's rule
 
 def find_mentioned_objects(sentences: Iterable[Sentence]) -> tuple[int, ...]:
     """Find the objects mentioned in the sentences, in the order of first mention (VL-BERT's rule)."""
-    named = (o for sentence in sentences for token in sentence if isinstance(token, list) for o in token)
-    return tuple(dict.fromkeys(named))
+    mentioned: dict[int, None] = {}  # in their order
+    for token in itertools.chain.from_iterable(sentences):
+        if isinstance(token, list):
+            mentioned.update(dict.fromkeys(token))
+    return tuple(mentioned)
 
 
 def find_relevant_objects(objects: Sequence[str], sentences: Sequence[Sentence]) -> tuple[int, ...]:
@@ -328,6 +367,9 @@ def find_relevant_objects(objects: Sequence[str], sentences: Sequence[Sentence])
     These are the mentioned objects, and all people if a sentence has "everyone" or if no object is mentioned.
     """
     people = {index for index, name in enumerate(objects) if name == PERSON}
-    kept = set(find_mentioned_objects(sentences))
-    says_everyone = any(isinstance(t, str) and t.lower() in EVERYONE for sentence in sentences for t in sentence)
-    return tuple(sorted(kept | people if says_everyone or not kept else kept))
+    mentioned = set(find_mentioned_objects(sentences))
+    tokens = itertools.chain.from_iterable(sentences)
+    says_everyone = any(isinstance(token, str) and token.lower() in EVERYONE for token in tokens)
+    if says_everyone or not mentioned:
+        mentioned |= people
+    return tuple(sorted(mentioned))

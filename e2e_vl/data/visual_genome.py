@@ -127,15 +127,20 @@ class RegionPhrases(Record, array_like=True):
     named: NamedBoxes
 
     def of(self, words: str) -> PhraseBoxes | None:
-        """The phrases of a description with this text; None if more than whitespace differs."""
-        if "".join(words.split()) != "".join(self.words.split()):
+        """Return the phrases of a description with this text; None if more than whitespace differs."""
+        if _without_spaces(words) != _without_spaces(self.words):
             return None
-        places = [at for at, character in enumerate(words) if not character.isspace()]
+        visible = [position for position, character in enumerate(words) if not character.isspace()]
         phrases: dict[Span, np.ndarray] = {}
-        for span, boxes in self.named:
-            start, end = (len("".join(self.words[:at].split())) for at in span)
-            phrases.setdefault((places[start], places[end - 1] + 1), np.array(boxes, dtype=np.float64))
+        for (graph_start, graph_end), boxes in self.named:
+            start = visible[len(_without_spaces(self.words[:graph_start]))]
+            last = visible[len(_without_spaces(self.words[:graph_end])) - 1]
+            phrases.setdefault((start, last + 1), np.array(boxes, dtype=np.float64))
         return PhraseBoxes(tuple(phrases), tuple(phrases.values()))
+
+
+def _without_spaces(text: str) -> str:
+    return "".join(text.split())
 
 
 def read_region_descriptions(path: Path) -> Iterator[GenomeText]:
@@ -147,10 +152,12 @@ def read_region_descriptions(path: Path) -> Iterator[GenomeText]:
             if not region.phrase.strip():
                 skipped.add("blank descriptions", region.region_id)
                 continue
-            sides = region.x, region.y, region.width, region.height
-            box = None if None in sides else _corners(*sides)
-            if None not in sides and box is None:
-                skipped.add("boxes of regions without an area, but not their descriptions", region.region_id)
+            box = None
+            sides = (region.x, region.y, region.width, region.height)
+            if None not in sides:
+                box = _corners(*sides)
+                if box is None:
+                    skipped.add("boxes of regions without an area, but not their descriptions", region.region_id)
             descriptions.append(GenomeText(region.region_id, row.id, region.phrase, box=box))
         yield from drop_repeats(descriptions, skipped, "descriptions")
     skipped.log()
@@ -171,48 +178,73 @@ def read_genome_questions(path: Path) -> Iterator[GenomeText]:
 
 
 def read_region_graphs(path: Path) -> SerializedDict[RegionPhrases]:
-    """The phrases of each description, by region id.
+    """Read the phrases of each description, by region id.
 
     Phrases outside their description and objects with empty boxes are skipped; their number is logged.
     """
-    lost: Counter[str] = Counter()
-    graphs = (graph for image in stream_list(path, _GraphsOfImage) for graph in image.regions)
-    phrases = ((one.region_id, RegionPhrases(one.phrase, _named_boxes(one, lost))) for one in graphs)
-    found = SerializedDict((pair for pair in phrases if pair[1].named), RegionPhrases, str(path))
-    if +lost:
-        counts = " and ".join(f"{lost[what]:,} {what}" for what in sorted(+lost))
-        logger.warning("%s: skipped %s.", path, counts)
-    return found
+    num_skipped: Counter[str] = Counter()
+    graphs = SerializedDict(_phrases_by_region(path, num_skipped), RegionPhrases, str(path))
+    counts = [f"{number:,} {reason}" for reason, number in sorted(num_skipped.items()) if number]
+    if counts:
+        logger.warning("%s: skipped %s.", path, " and ".join(counts))
+    return graphs
 
 
-def _named_boxes(region: _RegionGraph, lost: Counter[str]) -> NamedBoxes:
-    """The boxes of each phrase of a description."""
-    objects = [(box, one) for one in region.objects if (box := _corners(one.x, one.y, one.w, one.h)) is not None]
-    lost["objects with empty boxes"] += len(region.objects) - len(objects)
+def _phrases_by_region(path: Path, num_skipped: Counter[str]) -> Iterator[tuple[int, RegionPhrases]]:
+    """Yield the id of each region with phrases, and the phrases; count what is skipped, by reason."""
+    for image in stream_list(path, _GraphsOfImage):
+        for graph in image.regions:
+            named_boxes = _named_boxes(graph, num_skipped)
+            if named_boxes:
+                yield graph.region_id, RegionPhrases(graph.phrase, named_boxes)
+
+
+def _named_boxes(region: _RegionGraph, num_skipped: Counter[str]) -> NamedBoxes:
+    """Return the boxes of each phrase of a description."""
+    objects: list[tuple[FourNumbers, _GraphObject]] = []
+    for graph_object in region.objects:
+        box = _corners(graph_object.x, graph_object.y, graph_object.w, graph_object.h)
+        if box is None:
+            num_skipped["objects with empty boxes"] += 1
+        else:
+            objects.append((box, graph_object))
     named: dict[Span, list[FourNumbers]] = {}
-    for one in region.synsets:
-        start, end = one.entity_idx_start, one.entity_idx_end
-        words = region.phrase[start:end] if 0 <= start < end <= len(region.phrase) else ""
+    for entity in region.synsets:
+        start = entity.entity_idx_start
+        end = entity.entity_idx_end
+        words = ""
+        if 0 <= start < end <= len(region.phrase):
+            words = region.phrase[start:end]
         if not words.strip():
-            lost["phrases outside their description"] += 1
-        elif boxes := _boxes_of(one, objects, words):
+            num_skipped["phrases outside their description"] += 1
+            continue
+        boxes = _boxes_of(entity, objects, words)
+        if boxes:
             named.setdefault((start, end), boxes)
     return list(named.items())
 
 
 def _boxes_of(entity: _Entity, objects: Sequence[tuple[FourNumbers, _GraphObject]], words: str) -> list[FourNumbers]:
-    """Distinct boxes of the objects with the same synset as an entity, or else with the same name."""
-    synset = entity.synset_name
-    boxes = [box for box, one in objects if synset is not None and synset in (one.synsets or ())]
+    """Return the distinct boxes of the objects with the same synset as an entity, or else with the same name."""
+    boxes: list[FourNumbers] = []
+    if entity.synset_name is not None:
+        boxes = [box for box, graph_object in objects if entity.synset_name in (graph_object.synsets or ())]
     if not boxes:
-        called = (entity.entity_name or words).lower()
-        boxes = [box for box, one in objects if (one.name or next(iter(one.names or ()), "")).lower() == called]
+        name = (entity.entity_name or words).lower()
+        boxes = [box for box, graph_object in objects if _name_of(graph_object).lower() == name]
     return list(dict.fromkeys(boxes))
 
 
+def _name_of(graph_object: _GraphObject) -> str:
+    """Return the name of an object, or the first one of several; "" if it has none."""
+    return graph_object.name or next(iter(graph_object.names or ()), "")
+
+
 def _corners(x: float, y: float, width: float, height: float) -> FourNumbers | None:
-    """A box as corners; None if it is empty."""
-    return (x, y, x + width, y + height) if width > 0 and height > 0 else None
+    """Return a box as corners; None if it is empty."""
+    if width <= 0 or height <= 0:
+        return None
+    return (x, y, x + width, y + height)
 
 
 READERS = {"regions": read_region_descriptions, "questions": read_genome_questions}
@@ -230,18 +262,19 @@ class VisualGenomeDataset(RecordDataset):
         self.options = options
         self.folder = Path() if needs.boxes is BoxSource.PRECOMPUTED else files.path("images", split=split)
         self.split_values = [{"split": split}]
-        images = list(stream_list(image_data := files.path("image_data", split=split), GenomeImage))
+        image_data = files.path("image_data", split=split)
+        images = list(stream_list(image_data, GenomeImage))
         image_of = {image.image_id: image for image in images}
         path = files.path(options.texts, split=split)
         skipped = SkippedRecords(path)
-        kept = {"all": (True, False), "without": (False,), "only": (True,)}[options.coco]
+        may_be_in_coco = {"all": (True, False), "without": (False,), "only": (True,)}[options.coco]
 
         def texts() -> Iterator[GenomeText]:
             for text in READERS[options.texts](path):
                 image = image_of.get(text.image_id)
                 if image is None:
                     raise UserError(f"{image_data} lacks image {text.image_id} of {path}; use files of one release")
-                if (image.coco_id is not None) not in kept:
+                if (image.coco_id is not None) not in may_be_in_coco:
                     continue
                 if text.box is not None and not has_part_inside(text.box, image.width, image.height):
                     skipped.add("boxes of regions outside their image, but not their descriptions", text.id)
@@ -257,14 +290,17 @@ class VisualGenomeDataset(RecordDataset):
         self.has_phrases = needs.phrases and options.texts == "regions"
         self.graphs = None  # the phrases of descriptions, where they are needed and there are region graphs
         if self.has_phrases and "region_graphs" in files:
-            self.graphs = read_region_graphs(graphs := files.path("region_graphs", split=split))
+            graphs_path = files.path("region_graphs", split=split)
+            self.graphs = read_region_graphs(graphs_path)
             if not any(self._phrases(text) for text in self.texts):
-                raise UserError(f"{graphs} has none of the descriptions in {path}; use files of the same release")
+                raise UserError(f"{graphs_path} has none of the descriptions in {path}; use files of the same release")
 
     def _phrases(self, text: GenomeText) -> PhraseBoxes | None:
-        """The phrases of a description; None if unknown."""
+        """Return the phrases of a description; None if unknown."""
         if self.graphs is not None:
-            return self.graphs[text.id].of(text.words) if text.id in self.graphs else None
+            if text.id not in self.graphs:
+                return None
+            return self.graphs[text.id].of(text.words)
         if text.box is None or not text.words.strip():
             return None
         return PhraseBoxes(((0, len(text.words)),), (np.array([text.box]),))
@@ -286,10 +322,14 @@ class VisualGenomeDataset(RecordDataset):
 
     def image(self, name: str, text: int) -> SampleImage:
         image = self.images[name]
-        folder = PurePosixPath(image.url or "").parent.name if self.options.use_folders else ""
-        aliases = ((VISUAL_GENOME, name), *(() if image.coco_id is None else ((COCO, str(image.coco_id)),)))
+        folder = ""
+        if self.options.use_folders:
+            folder = PurePosixPath(image.url or "").parent.name
+        aliases = [(VISUAL_GENOME, name)]
+        if image.coco_id is not None:
+            aliases.append((COCO, str(image.coco_id)))
         file = self.folder / folder / f"{name}.jpg"
-        return SampleImage(name, file, (image.height, image.width), image_aliases=aliases)
+        return SampleImage(name, file, (image.height, image.width), image_aliases=tuple(aliases))
 
     def text(self, index: int) -> SampleText:
         phrases = self._phrases(self.texts[index]) if self.has_phrases else None
