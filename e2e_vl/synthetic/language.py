@@ -7,9 +7,8 @@ comparing their sizes and by their relations to each other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import combinations, product
 from typing import TypeVar
 
@@ -53,7 +52,7 @@ class Description:
     shape: str | None = None
 
     def mask(self, graph: SceneGraph) -> int:
-        """Bit mask of the objects that fit the description."""
+        """Return the bit mask of the objects that fit the description."""
         mask = graph.everything
         for slot in SLOTS:
             value = getattr(self, slot)
@@ -76,17 +75,21 @@ class ReferringExpression:
 
     @property
     def family(self) -> str:
-        """One of `FAMILIES`."""
+        """The kind of the expression, one of `FAMILIES`."""
         if self.operator is None:
             return "attribute"
         if self.operator in _SUPERLATIVES:
             return "superlative"
-        return "comparison" if self.operator in _COMPARISONS else "relation"
+        if self.operator in _COMPARISONS:
+            return "comparison"
+        return "relation"
 
     @property
     def subfamily(self) -> str:
         """The family, and for a relation which one, such as "relation/in_front"."""
-        return self.family if self.family != "relation" else f"relation/{self.operator.replace(' ', '_')}"
+        if self.family == "relation":
+            return f"relation/{self.operator.replace(' ', '_')}"
+        return self.family
 
 
 def referent(expression: ReferringExpression, graph: SceneGraph) -> int | None:
@@ -108,45 +111,52 @@ def referent(expression: ReferringExpression, graph: SceneGraph) -> int | None:
     candidates &= ~(1 << anchor)
     if operator in ("nearest", "farthest"):
         return graph.extreme(candidates, anchor, far=operator == "farthest")
-    holds, fails = graph.related[operator][anchor], graph.unrelated[operator][anchor]
-    if candidates & ~(holds | fails):
+    related = graph.related[operator][anchor]
+    unrelated = graph.unrelated[operator][anchor]
+    if candidates & ~(related | unrelated):
         return None
-    return _only(candidates & holds)
+    return _only(candidates & related)
 
 
 def _only(mask: int) -> int | None:
+    """Return the only object of a bit mask; None if it has none or several."""
     return mask.bit_length() - 1 if mask.bit_count() == 1 else None
 
 
 def _best(candidates: int, better: str, graph: SceneGraph) -> int | None:
-    """The candidate that is clearly better than every other one; needs at least two candidates."""
+    """Return the candidate that is clearly better than every other one; needs at least two candidates."""
     items = members(candidates)
     if len(items) < 2:
         return None
-    holds = graph.related[better]
-    return next((item for item in items if all(holds[other] >> item & 1 for other in items if other != item)), None)
+    for item in items:
+        others = [other for other in items if other != item]
+        if all(graph.related[better][other] >> item & 1 for other in others):
+            return item
+    return None
 
 
 def to_words(expression: ReferringExpression, rng: np.random.Generator) -> str:
-    """The expression in words: lower case, separated by single spaces, no punctuation."""
-    description, operator, anchor = expression.description, expression.operator, expression.anchor
+    """Put the expression into words: lower case, separated by single spaces, no punctuation."""
+    description = expression.description
+    operator = expression.operator
     article = "the " if rng.random() < 0.45 else ""
     if operator is None:
         return article + _noun_phrase(description, rng, suffix=True)
     if operator in _SUPERLATIVES:
-        return article + f"{_pick(_SUPERLATIVES[operator], rng)} {_noun_phrase(description, rng)}"
+        superlative = _pick(_SUPERLATIVES[operator], rng)
+        return f"{article}{superlative} {_noun_phrase(description, rng)}"
     head = article + _noun_phrase(description, rng)
     if rng.random() < 0.15:
         head += " that is"
     if operator in _COMPARISONS:
-        if anchor is None:
+        if expression.anchor is None:
             comparative = _pick(_COMPARISONS[operator], rng).split()[0]
             return f"{head} {comparative} {_pick(_OTHERS, rng)}"
         link = _pick(_COMPARISONS[operator], rng)
     else:
         link = _pick(_RELATIONS[operator], rng)
     anchor_article = "the " if rng.random() < 0.85 else ""
-    return f"{head} {link} {anchor_article}{_noun_phrase(anchor, rng)}"
+    return f"{head} {link} {anchor_article}{_noun_phrase(expression.anchor, rng)}"
 
 
 def split_phrases(expression: ReferringExpression, sentence: str) -> tuple[str, str, str]:
@@ -160,36 +170,38 @@ def split_phrases(expression: ReferringExpression, sentence: str) -> tuple[str, 
         return sentence, "", ""
     links = _COMPARISONS.get(operator) or _RELATIONS[operator]
     for link in sorted(set(links), key=len, reverse=True):
-        head, found, rest = sentence.partition(f" {link} ")
-        if found:
+        head, separator, rest = sentence.partition(f" {link} ")
+        if separator:
             break
-    named = head.removesuffix(" that is")
-    return named, f"{head[len(named) + 1 :]} {link}".strip(), rest
+    phrase = head.removesuffix(" that is")
+    that_is = head[len(phrase) + 1 :]
+    return phrase, f"{that_is} {link}".strip(), rest
 
 
 def _noun_phrase(description: Description, rng: np.random.Generator, suffix: bool = False) -> str:
-    """Adjectives and noun; with `suffix` the texture may follow as "with stripes"."""
-    adjectives = []
-    ending = ""
+    """Join adjectives and noun; with `suffix` the texture may follow as "with stripes"."""
+    words = []
     if description.size:
-        adjectives.append(_pick(_SIZE_WORDS[description.size], rng))
-    rest = []
+        words.append(_pick(_SIZE_WORDS[description.size], rng))
+    surface = []  # texture and colour, in either order
+    ending = ""
     if description.texture:
         if suffix and description.texture in _SUFFIXES and rng.random() < 0.25:
             ending = " " + _SUFFIXES[description.texture]
         else:
-            rest.append(_pick(_TEXTURE_WORDS[description.texture], rng))
+            surface.append(_pick(_TEXTURE_WORDS[description.texture], rng))
     if description.colour:
-        rest.append(description.colour)
-    if len(rest) == 2 and rng.random() < 0.3:
-        rest.reverse()
-    noun = description.shape or _pick(THINGS, rng)
-    return " ".join([*adjectives, *rest, noun]) + ending
+        surface.append(description.colour)
+    if len(surface) == 2 and rng.random() < 0.3:
+        surface.reverse()
+    words += surface
+    words.append(description.shape or _pick(THINGS, rng))
+    return " ".join(words) + ending
 
 
 def pluralised(noun: str) -> str:
-    """The plural of a noun."""
-    return noun + ("es" if noun.endswith("s") else "s")
+    """Return the plural of a noun."""
+    return f"{noun}es" if noun.endswith("s") else f"{noun}s"
 
 
 def _pick(words: tuple[str, ...], rng: np.random.Generator) -> str:
@@ -197,17 +209,17 @@ def _pick(words: tuple[str, ...], rng: np.random.Generator) -> str:
 
 
 def as_typed(sentence: str, rng: np.random.Generator) -> str:
-    """The sentence as an annotator might have typed it: capitals, a full stop, stray spaces."""
-    draw = rng.random(3)
-    if draw[0] < 0.12:
+    """Write the sentence as an annotator might have typed it: capitals, a full stop, stray spaces."""
+    capitals, full_stop, spaces = rng.random(3)
+    if capitals < 0.12:
         sentence = sentence.capitalize()
-    elif draw[0] < 0.16:
+    elif capitals < 0.16:
         sentence = sentence.upper()
-    if draw[1] < 0.1:
+    if full_stop < 0.1:
         sentence += "."
-    if draw[2] < 0.03:
+    if spaces < 0.03:
         sentence = " " + sentence
-    elif draw[2] < 0.06:
+    elif spaces < 0.06:
         sentence = sentence.replace(" ", "  ", 1)
     return sentence
 
@@ -232,7 +244,7 @@ class Reference:
 
 
 def draw_references(graph: SceneGraph, config: LanguageConfig, rng: np.random.Generator) -> list[Reference]:
-    """Different expressions about a scene, each clearly true of exactly one object, in the order of drawing.
+    """Draw different expressions about a scene, each clearly true of exactly one object, in the order of drawing.
 
     The families are drawn first and the objects second, uniformly, so that the mix of families is kept. Where a family
     has no expression about any object, an attribute expression is tried instead.
@@ -241,70 +253,87 @@ def draw_references(graph: SceneGraph, config: LanguageConfig, rng: np.random.Ge
     families = [name for name in FAMILIES if config.family_mix.get(name, 0) > 0]
     shares = np.array([config.family_mix[name] for name in families])
     low, high = config.refs_per_image
-    chosen = [int(i) for i in rng.permutation(graph.count)[: rng.integers(low, high + 1)]]
+    shuffled = rng.permutation(graph.count)
+    chosen = [int(index) for index in shuffled[: rng.integers(low, high + 1)]]
     low, high = config.sentences_per_ref
-    planned = int(rng.integers(low, high + 1, len(chosen)).sum())
-    said: dict[ReferringExpression, Reference] = {}
+    num_planned = int(rng.integers(low, high + 1, len(chosen)).sum())
+    references: dict[ReferringExpression, Reference] = {}
     counts = dict.fromkeys(chosen, 0)
-    for family in rng.choice(families, planned, p=shares / shares.sum()):
-        order = sorted(counts, key=counts.__getitem__)  # the least described first
-        order += [int(i) for i in rng.permutation(graph.count) if i not in counts]
-        reference = speaker.first(str(family), order, said)
+    for family in rng.choice(families, num_planned, p=shares / shares.sum()):
+        targets = sorted(counts, key=counts.__getitem__)  # the least described first
+        targets += [int(index) for index in rng.permutation(graph.count) if index not in counts]
+        reference = speaker.first(str(family), targets, references)
         if reference is None and family != "attribute" and "attribute" in families:
-            reference = speaker.first("attribute", order, said)
+            reference = speaker.first("attribute", targets, references)
         if reference is not None:
-            said[reference.expression] = reference
+            references[reference.expression] = reference
             counts[reference.target] = counts.get(reference.target, 0) + 1
-    return [replace(reference, typed=as_typed(reference.sentence, rng)) for reference in said.values()]
+    return [replace(reference, typed=as_typed(reference.sentence, rng)) for reference in references.values()]
 
 
 def draw_without_target(
     graph: SceneGraph, references: Sequence[Reference], share: float, values: Values, rng: np.random.Generator
 ) -> list[Reference]:
-    """Expressions that are clearly true of no object: expressions about the scene with one word changed.
+    """Draw expressions that are clearly true of no object: expressions about the scene with one word changed.
 
     Args:
         share: their share among all expressions, on average.
         values: the values of each attribute.
     """
-    said = {reference.expression for reference in references}
-    found = []
+    expressions = {reference.expression for reference in references}
+    without_target = []
     for _ in range(rng.binomial(len(references), share / (1 - share))):
         for _ in range(_PROPOSALS):
-            expression = _changed(references[rng.integers(len(references))].expression, values, rng)
-            if expression not in said and fits_nothing(expression, graph):
-                said.add(expression)
+            reference = references[rng.integers(len(references))]
+            expression = _change(reference.expression, values, rng)
+            if expression not in expressions and fits_nothing(expression, graph):
+                expressions.add(expression)
                 sentence = to_words(expression, rng)
-                found.append(Reference(None, expression, sentence, as_typed(sentence, rng)))
+                without_target.append(Reference(None, expression, sentence, as_typed(sentence, rng)))
                 break
-    return found
+    return without_target
 
 
-def _changed(expression: ReferringExpression, values: Values, rng: np.random.Generator) -> ReferringExpression:
-    """The expression with another attribute of the object or of its anchor, or with another relation."""
-    places = [(part, slot) for part in ("description", "anchor") for slot in SLOTS]
-    places = [(part, slot) for part, slot in places if getattr(getattr(expression, part), slot, None) is not None]
+def _change(expression: ReferringExpression, values: Values, rng: np.random.Generator) -> ReferringExpression:
+    """Return the expression with another attribute of the object or of its anchor, or with another relation."""
+    changeable = []  # a field of the expression, and an attribute in it
+    for field in ("description", "anchor"):
+        for slot in SLOTS:
+            if getattr(getattr(expression, field), slot, None) is not None:
+                changeable.append((field, slot))
     if expression.family == "relation":
-        places.append(("operator", ""))
-    part, slot = places[rng.integers(len(places))] if places else ("operator", "")
-    if part == "operator":
-        return replace(expression, operator=str(rng.choice(RELATIONS))) if places else expression
-    description = getattr(expression, part)
-    others = [value for value in values[slot] if value != getattr(description, slot)]
-    return replace(expression, **{part: replace(description, **{slot: others[rng.integers(len(others))]})})
+        changeable.append(("operator", ""))
+    if not changeable:
+        return expression
+    field, slot = changeable[rng.integers(len(changeable))]
+    if field == "operator":
+        return replace(expression, operator=str(rng.choice(RELATIONS)))
+    description = getattr(expression, field)
+    others = without(values[slot], getattr(description, slot))
+    changed = replace(description, **{slot: others[rng.integers(len(others))]})
+    return replace(expression, **{field: changed})
 
 
 def fits_nothing(expression: ReferringExpression, graph: SceneGraph) -> bool:
-    """Whether an expression is clearly true of no object, or its anchor does not exist."""
-    candidates, anchor = expression.description.mask(graph), expression.anchor
-    if not candidates or (anchor is not None and not anchor.mask(graph)):
+    """Return whether an expression is clearly true of no object, or its anchor does not exist."""
+    candidates = expression.description.mask(graph)
+    if not candidates:
         return True
-    one = None if anchor is None else _only(anchor.mask(graph))
-    if one is None:
+    if expression.anchor is None:
         return False
-    candidates &= ~(1 << one)
-    fails = graph.unrelated.get(expression.operator)  # the nearest and the farthest always exist
-    return not candidates or (fails is not None and not candidates & ~fails[one])
+    anchors = expression.anchor.mask(graph)
+    if not anchors:
+        return True
+    anchor = _only(anchors)
+    if anchor is None:
+        return False
+    candidates &= ~(1 << anchor)
+    if not candidates:
+        return True
+    if expression.operator not in graph.unrelated:  # the nearest and the farthest always exist
+        return False
+    unrelated = graph.unrelated[expression.operator][anchor]
+    return not candidates & ~unrelated
 
 
 class _Speaker:
@@ -313,78 +342,98 @@ class _Speaker:
     def __init__(self, graph: SceneGraph, rng: np.random.Generator) -> None:
         self.graph = graph
         self.rng = rng
-        self._descriptions: list[list[tuple[Description, int]]] = []
-        self._unique: list[list[Description]] = []
-        self._minimal: list[list[Description]] = []
+        # of each object
+        self._descriptions: list[list[tuple[Description, int]]] = []  # all, with their masks
+        self._unique: list[list[Description]] = []  # those that fit only it
+        self._minimal: list[list[Description]] = []  # those of them that name no attribute in vain
         for appearance in graph.appearances:
-            described = [Description(**{slot: getattr(appearance, slot) for slot in slots}) for slots in _SUBSETS]
-            masks = [description.mask(graph) for description in described]
-            rows = zip(_SUBSETS, described, masks, strict=True)
-            unique = {frozenset(slots): item for slots, item, mask in rows if mask.bit_count() == 1}
-            self._descriptions.append(list(zip(described, masks, strict=True)))
+            descriptions = []
+            unique: dict[frozenset[str], Description] = {}  # by the slots that it names
+            minimal = []
+            for slots in _SUBSETS:
+                description = describe(appearance, slots)
+                mask = description.mask(graph)
+                descriptions.append((description, mask))
+                if mask.bit_count() == 1:
+                    # smaller subsets come first
+                    if not any(fewer_slots < set(slots) for fewer_slots in unique):
+                        minimal.append(description)
+                    unique[frozenset(slots)] = description
+            self._descriptions.append(descriptions)
             self._unique.append(list(unique.values()))
-            self._minimal.append([item for slots, item in unique.items() if not any(other < slots for other in unique)])
+            self._minimal.append(minimal)
 
-    def first(self, family: str, targets: list[int], said: dict[ReferringExpression, Reference]) -> Reference | None:
-        """Find an unused expression of this family, about the first target that has one."""
+    def first(self, family: str, targets: Sequence[int], known: Collection[ReferringExpression]) -> Reference | None:
+        """Find an expression of this family that is not known, about the first target that has one."""
         propose = getattr(self, f"_{family}")
         for target in targets:
             for _ in range(_PROPOSALS):
                 expression = propose(target)
-                if expression is None or expression in said:
+                if expression is None or expression in known:
                     continue
                 if referent(expression, self.graph) == target:
                     return Reference(target, expression, to_words(expression, self.rng))
         return None
 
     def _attribute(self, target: int) -> ReferringExpression | None:
-        redundant = self.rng.random() < _REDUNDANT
-        description = self._any((self._unique if redundant else self._minimal)[target])
-        return None if description is None else ReferringExpression(description)
+        may_be_redundant = self.rng.random() < _REDUNDANT
+        descriptions = self._unique if may_be_redundant else self._minimal
+        description = self._draw(descriptions[target])
+        if description is None:
+            return None
+        return ReferringExpression(description)
 
     def _superlative(self, target: int) -> ReferringExpression | None:
         description = self._shared_description(target, 0)
-        return None if description is None else ReferringExpression(description, self._any(["biggest", "smallest"]))
+        if description is None:
+            return None
+        return ReferringExpression(description, self._draw(["biggest", "smallest"]))
 
     def _comparison(self, target: int) -> ReferringExpression | None:
-        operator = self._any(["bigger", "smaller"])
-        if self.rng.random() < 0.25:
-            description = self._shared_description(target, 0)
-            return None if description is None else ReferringExpression(description, operator)
-        return self._with_anchor(target, operator)
+        operator = self._draw(["bigger", "smaller"])
+        if self.rng.random() >= 0.25:
+            return self._with_anchor(target, operator)
+        description = self._shared_description(target, 0)
+        if description is None:
+            return None
+        return ReferringExpression(description, operator)
 
     def _relation(self, target: int) -> ReferringExpression | None:
         return self._with_anchor(target, str(self.rng.choice(RELATIONS, p=_RELATION_SHARES)))
 
     def _with_anchor(self, target: int, operator: str) -> ReferringExpression | None:
-        holds = self.graph.related.get(operator)
-        anchors = [
-            i
-            for i in range(self.graph.count)
-            if i != target and self._minimal[i] and (holds is None or holds[i] >> target & 1)
-        ]
-        anchor = self._any(anchors)
+        anchors = [index for index in range(self.graph.count) if index != target and self._minimal[index]]
+        related = self.graph.related.get(operator)
+        if related is not None:
+            anchors = [index for index in anchors if related[index] >> target & 1]
+        anchor = self._draw(anchors)
         if anchor is None:
             return None
         # An object that is compared by size is not also called big or small.
         description = self._shared_description(target, 1 << anchor, with_size=operator not in ("bigger", "smaller"))
         if description is None:
             return None
-        return ReferringExpression(description, operator, self._any(self._minimal[anchor]))
+        return ReferringExpression(description, operator, self._draw(self._minimal[anchor]))
 
     def _shared_description(self, target: int, left_out: int, with_size: bool = False) -> Description | None:
-        """A description of the target that is also true of another object (not of `left_out`): it is not enough."""
-        options = [
-            description
-            for description, mask in self._descriptions[target]
-            if (with_size or description.size is None) and (mask & ~left_out).bit_count() >= 2
-        ]
+        """Draw a description of the target that is also true of another object, so that it is not enough.
+
+        Args:
+            left_out: bit mask of objects that are no such other object.
+        """
+        options = []
+        for description, mask in self._descriptions[target]:
+            is_shared = (mask & ~left_out).bit_count() >= 2
+            if is_shared and (with_size or description.size is None):
+                options.append(description)
         if len(options) > 1 and self.rng.random() < 0.5:
             options = options[1:]  # the first is "thing" alone, which should be rare
-        return self._any(options)
+        return self._draw(options)
 
-    def _any(self, options: Sequence[T]) -> T | None:
-        return options[int(self.rng.random() * len(options))] if options else None
+    def _draw(self, options: Sequence[T]) -> T | None:
+        if not options:
+            return None
+        return options[int(self.rng.random() * len(options))]
 
 
 # Descriptions of objects as questions and sentences need them: of one object alone, or of any number.
@@ -394,46 +443,60 @@ Values = Mapping[str, Sequence[str]]  # of each attribute, see `SceneConfig.valu
 THING_SLOTS = (("colour", "shape"), ("texture", "shape"), ("size", "colour"))  # attributes of things that are asked for
 
 
+def describe(appearance: Appearance, slots: Sequence[str]) -> Description:
+    """Describe an appearance by these attributes."""
+    return Description(**{slot: getattr(appearance, slot) for slot in slots})
+
+
 def all_descriptions(slots: Sequence[str], values: Values) -> list[Description]:
-    """All descriptions with exactly these attributes."""
-    chosen = product(*(values[slot] for slot in slots))
-    return [Description(**dict(zip(slots, combination, strict=True))) for combination in chosen]
+    """Return all descriptions with exactly these attributes."""
+    combinations_of_values = product(*(values[slot] for slot in slots))
+    return [Description(**dict(zip(slots, combination, strict=True))) for combination in combinations_of_values]
 
 
 def identify(graph: SceneGraph, slots: Sequence[str], rng: np.random.Generator) -> tuple[int, Description] | None:
     """Draw an object and a description by some of these attributes that fits only it; None if there is none."""
     for index in rng.permutation(graph.count):
-        appearance = graph.appearances[index]
-        subsets = [subset for number in range(1, len(slots) + 1) for subset in combinations(slots, number)]
-        descriptions = [Description(**{slot: getattr(appearance, slot) for slot in subset}) for subset in subsets]
-        identifying = [one for one in descriptions if members(one.mask(graph)) == [index]]
+        identifying = []
+        for number in range(1, len(slots) + 1):
+            for subset in combinations(slots, number):
+                description = describe(graph.appearances[index], subset)
+                if members(description.mask(graph)) == [index]:
+                    identifying.append(description)
         if identifying:
             return int(index), identifying[rng.integers(len(identifying))]
     return None
 
 
 def draw_thing(
-    graph: SceneGraph, slots: Sequence[str], values: Values, wanted: bool, rng: np.random.Generator
+    graph: SceneGraph, slots: Sequence[str], values: Values, exists: bool, rng: np.random.Generator
 ) -> str | None:
-    """Describe a thing that is in the scene (or, unless `wanted`, is not) by these attributes."""
-    some = [one for one in all_descriptions(slots, values) if bool(one.mask(graph)) == wanted]
-    return noun_phrase(some[rng.integers(len(some))]) if some else None
+    """Describe a thing that is in the scene (or, unless it `exists`, is not) by these attributes."""
+    options = []
+    for description in all_descriptions(slots, values):
+        if bool(description.mask(graph)) == exists:
+            options.append(description)
+    if not options:
+        return None
+    return noun_phrase(options[rng.integers(len(options))])
 
 
 def is_true_of(description: Description, appearance: Appearance) -> bool:
-    """Whether the appearance has all attributes of the description."""
+    """Return whether the appearance has all attributes of the description."""
     return all(getattr(description, slot) in (None, getattr(appearance, slot)) for slot in SLOTS)
 
 
 def noun_phrase(description: Description, *, plural: bool = False) -> str:
-    """Size, texture, colour and noun, without an article."""
+    """Join size, texture, colour and noun, without an article."""
     noun = description.shape or "thing"
-    words = (description.size, description.texture, description.colour, pluralised(noun) if plural else noun)
+    if plural:
+        noun = pluralised(noun)
+    words = (description.size, description.texture, description.colour, noun)
     return " ".join(word for word in words if word)
 
 
 def without(values: Sequence[str], value: str) -> list[str]:
-    """The other values."""
+    """Return the other values."""
     return [other for other in values if other != value]
 
 
@@ -446,31 +509,39 @@ CAPTIONS = 5  # of a scene
 
 
 def draw_captions(graph: SceneGraph, rng: np.random.Generator) -> list[str]:
-    """Up to `CAPTIONS` different captions; each is true of the scene, and may be true of other scenes."""
-    count_shapes, count_colours = partial(_count, "shape", "{}", None), partial(_count, "colour", "{} shape", 3)
-    kinds = (count_shapes, count_colours, _name_some, _relate_two, _name_some)
+    """Draw up to `CAPTIONS` different captions; each is true of the scene, and may be true of other scenes."""
+    makers = (_count_shapes, _count_colours, _name_some, _relate_two, _name_some)
     captions: dict[str, None] = {}
-    for i in range(_ATTEMPTS * CAPTIONS):
+    for attempt in range(_ATTEMPTS * CAPTIONS):
         if len(captions) == CAPTIONS:
             break
-        caption = kinds[(i + i // len(kinds)) % len(kinds)](graph, rng)
+        make = makers[(attempt + attempt // len(makers)) % len(makers)]  # each round begins with the next kind
+        caption = make(graph, rng)
         if caption is not None:
             captions[caption[0].upper() + caption[1:] + "."] = None
     return list(captions)
 
 
-def _count(slot: str, noun: str, most: int | None, graph: SceneGraph, rng: np.random.Generator) -> str:
-    counts = Counter(getattr(appearance, slot) for appearance in graph.appearances)
-    names = [str(name) for name in rng.permutation(sorted(counts))][:most]
-    return _listed([_counted(counts[name], noun.format(name)) for name in names])
+def _count_shapes(graph: SceneGraph, rng: np.random.Generator) -> str:
+    counts = Counter(appearance.shape for appearance in graph.appearances)
+    shapes = [str(shape) for shape in rng.permutation(sorted(counts))]
+    return _listed([_counted(counts[shape], shape) for shape in shapes])
+
+
+def _count_colours(graph: SceneGraph, rng: np.random.Generator) -> str:
+    """Count the objects of three colours at most."""
+    counts = Counter(appearance.colour for appearance in graph.appearances)
+    colours = [str(colour) for colour in rng.permutation(sorted(counts))]
+    return _listed([_counted(counts[colour], f"{colour} shape") for colour in colours[:3]])
 
 
 def _name_some(graph: SceneGraph, rng: np.random.Generator) -> str:
-    some = rng.permutation(graph.count)[: rng.integers(1, 4)]
-    text = _listed([_article(_named(graph.appearances[i], rng)) for i in some])
-    rest = graph.count - len(some)
-    if rest and rng.random() < 0.5:
-        text += " with " + _counted(rest, "other shape")
+    shuffled = rng.permutation(graph.count)
+    chosen = shuffled[: rng.integers(1, 4)]
+    text = _listed([_with_article(_draw_words(graph.appearances[index], rng)) for index in chosen])
+    num_others = graph.count - len(chosen)
+    if num_others and rng.random() < 0.5:
+        text += " with " + _counted(num_others, "other shape")
     return text
 
 
@@ -480,24 +551,28 @@ def _relate_two(graph: SceneGraph, rng: np.random.Generator) -> str | None:
     others = members(graph.related[relation][anchor])
     if not others:
         return None
-    appearances = graph.appearances[others[rng.integers(len(others))]], graph.appearances[anchor]
-    first, second = (_article(_named(appearance, rng)) for appearance in appearances)
+    other = others[rng.integers(len(others))]
+    first = _with_article(_draw_words(graph.appearances[other], rng))
+    second = _with_article(_draw_words(graph.appearances[anchor], rng))
     return f"{first} {_LINKS[relation]} {second}"
 
 
-def _named(appearance: Appearance, rng: np.random.Generator) -> str:
-    said = [word for word in (appearance.size, appearance.texture, appearance.colour) if rng.random() < 0.5]
-    return " ".join([*said, appearance.shape])
+def _draw_words(appearance: Appearance, rng: np.random.Generator) -> str:
+    """Describe an appearance by its shape and some of its other attributes."""
+    words = [word for word in (appearance.size, appearance.texture, appearance.colour) if rng.random() < 0.5]
+    return " ".join([*words, appearance.shape])
 
 
-def _article(phrase: str) -> str:
-    return ("an " if phrase[0] in "aeiou" else "a ") + phrase
+def _with_article(phrase: str) -> str:
+    article = "an" if phrase[0] in "aeiou" else "a"
+    return f"{article} {phrase}"
 
 
 def _counted(number: int, noun: str) -> str:
     if number == 1:
-        return _article(noun)
-    return f"{NUMBERS[number] if number < len(NUMBERS) else number} {pluralised(noun)}"
+        return _with_article(noun)
+    count = NUMBERS[number] if number < len(NUMBERS) else str(number)
+    return f"{count} {pluralised(noun)}"
 
 
 def _listed(phrases: list[str]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,12 +18,13 @@ from e2e_vl.synthetic.base import Recipe, SceneRecord, by_split, write_compact
 from e2e_vl.synthetic.config import COLOURS, SHAPES, SIZES, TEXTURES
 from e2e_vl.synthetic.language import Description, is_true_of, pluralised
 from e2e_vl.synthetic.nlvr2 import draw_sets
+from e2e_vl.synthetic.phrases import DrawnPhrase, drawn_phrases
 from e2e_vl.synthetic.vqa import vqa_scores
 
 CHANCE = "chance"
 FILE = "shortcuts.json"
 _ADJECTIVES = {*COLOURS, *TEXTURES, *SIZES}
-_Tries = Iterator[tuple[str, float]]  # a rule and its accuracy on one example
+_Scores = Iterator[tuple[str, float]]  # a rule and its accuracy on one example
 
 
 def write_shortcuts(folder: Path, scenes: Sequence[SceneRecord], recipe: Recipe) -> None:
@@ -30,11 +32,11 @@ def write_shortcuts(folder: Path, scenes: Sequence[SceneRecord], recipe: Recipe)
     if folder.name not in _RULES:
         return
     measured: dict[str, dict[str, float]] = {}
-    for split, part in by_split(scenes).items():
-        tries: dict[str, list[float]] = defaultdict(list)
-        for rule, score in _RULES[folder.name](part, recipe):
-            tries[rule].append(score)
-        measured[split] = {rule: round(float(np.mean(scores)), 4) for rule, scores in tries.items()}
+    for split, split_scenes in by_split(scenes).items():
+        scores_of: dict[str, list[float]] = defaultdict(list)
+        for rule, score in _RULES[folder.name](split_scenes, recipe):
+            scores_of[rule].append(score)
+        measured[split] = {rule: round(float(np.mean(scores)), 4) for rule, scores in scores_of.items()}
     write_compact(folder / FILE, measured)
 
 
@@ -42,99 +44,156 @@ def _fitting(description: Description, scene: SceneRecord) -> list[int]:
     return [index for index, item in enumerate(scene.objects) if is_true_of(description, item.appearance)]
 
 
-def _referring(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Tries:
+def _referring(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Scores:
     for scene in scenes:
-        boxes = np.array([item.box for item in scene.objects])
-        areas, centres = boxes[:, 2:].prod(axis=1), boxes[:, :2] + boxes[:, 2:] / 2
+        boxes = np.array([item.box for item in scene.objects])  # xywh
+        areas = boxes[:, 2:].prod(axis=1)
+        centres = boxes[:, :2] + boxes[:, 2:] / 2
         for reference in scene.references:
-            said, target = reference.expression, reference.target
-            landmark = [] if said.anchor is None else _fitting(said.anchor, scene)
-            fits = [i for i in _fitting(said.description, scene) if i not in landmark]
-            rules = {CHANCE: 1 / len(boxes), "largest object": float(target == areas.argmax())}
-            rules["any that fits the first phrase"] = 1 / len(fits)
-            rules["largest that fits the first phrase"] = float(target == max(fits, key=areas.__getitem__))
-            far = np.linalg.norm(centres - centres[landmark[0]], axis=1) if landmark else areas
-            for rule, choose in (("nearest to the landmark", min), ("farthest from the landmark", max)):
-                rules[rule] = float(target == choose(fits, key=far.__getitem__)) if landmark else 1 / len(fits)
-            families = ("", f"{said.family}/") if said.operator else ("",)  # the first phrase can be all that is said
-            yield from ((family + rule, score) for rule, score in rules.items() for family in families)
-        for reference in scene.without_target:
-            yield (
-                "without a target/nothing fits the first phrase",
-                not _fitting(reference.expression.description, scene),
-            )
-
-
-def _answering(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Tries:
-    usual: list[dict[str, Counter[str]]] = [defaultdict(Counter), defaultdict(Counter)]
-    asked = []
-    for scene in scenes:
-        for one in scene.drawn if isinstance(scene.drawn, list) else scene.drawn["questions"]:
-            if "answers" in one:
-                kind, scores = one["kind"], vqa_scores(one["answers"])
-                values = {"colour": COLOURS, "shape": SHAPES}.get(kind, ())
-            elif one["isBalanced"]:
-                kind, scores, values = one["types"]["detailed"], {one["answer"]: 1.0}, one["choices"]
+            expression = reference.expression
+            target = reference.target
+            landmarks = [] if expression.anchor is None else _fitting(expression.anchor, scene)
+            fitting = [index for index in _fitting(expression.description, scene) if index not in landmarks]
+            scores = {
+                CHANCE: 1 / len(boxes),
+                "largest object": float(target == areas.argmax()),
+                "any that fits the first phrase": 1 / len(fitting),
+                "largest that fits the first phrase": float(target == max(fitting, key=areas.__getitem__)),
+            }
+            if landmarks:
+                distances = np.linalg.norm(centres - centres[landmarks[0]], axis=1)
+                nearest = min(fitting, key=distances.__getitem__)
+                farthest = max(fitting, key=distances.__getitem__)
+                scores["nearest to the landmark"] = float(target == nearest)
+                scores["farthest from the landmark"] = float(target == farthest)
             else:
-                continue
-            for one in (kind, CHANCE):
-                usual[scene.number % 2][one].update(scores)
-            asked.append((scene, kind, scores, values))
-    for scene, kind, scores, values in asked:
-        for rule, group in ((CHANCE, CHANCE), ("usual answer to this kind of question", kind)):
-            (guess, _), *_ = usual[1 - scene.number % 2][group].most_common(1) or [("", 0)]
-            yield rule, scores.get(guess, 0.0)
-        shown = Counter(value for item in scene.objects for value in vars(item.appearance).values())
-        seen = [value for value in values if shown[value]]
-        yield "most frequent value in the image", scores.get(max(seen, key=shown.get) if seen else guess, 0.0)
+                scores["nearest to the landmark"] = 1 / len(fitting)
+                scores["farthest from the landmark"] = 1 / len(fitting)
+            for rule, score in scores.items():
+                yield rule, score
+                if expression.operator is not None:  # otherwise the first phrase is all that is said
+                    yield f"{expression.family}/{rule}", score
+        for reference in scene.without_target:
+            is_right = not _fitting(reference.expression.description, scene)
+            yield "without a target/nothing fits the first phrase", is_right
 
 
-def _judging(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Tries:
-    for _, (pairs, said, labels) in draw_sets(scenes[0].split, scenes, recipe):
-        for column, sentence in enumerate(said):
-            counts = [len(_fitting(sentence.description, other)) for other in scenes[:20]]  # imagined on the right
-            for (left, _), row in zip(pairs, labels, strict=True):
-                here = len(_fitting(sentence.description, left))
-                likely = np.mean([sentence.is_true_of_counts(here, there) for there in counts]) > 0.5
-                yield "left image alone", float(likely == row[column])
+class _AnsweredQuestion(NamedTuple):
+    """A question with its answers, whichever format it comes from."""
+
+    scene: SceneRecord
+    kind: str
+    scores: dict[str, float]  # of answers; of others 0
+    values: Sequence[str]  # answers that an image can show
+
+
+def _answered_questions(scenes: Sequence[SceneRecord]) -> Iterator[_AnsweredQuestion]:
+    """Yield the questions of VQA, or the balanced ones of GQA."""
+    for scene in scenes:
+        questions = scene.drawn if isinstance(scene.drawn, list) else scene.drawn["questions"]
+        for question in questions:
+            if "answers" in question:
+                kind = question["kind"]
+                values = {"colour": COLOURS, "shape": SHAPES}.get(kind, ())
+                yield _AnsweredQuestion(scene, kind, vqa_scores(question["answers"]), values)
+            elif question["isBalanced"]:
+                scores = {question["answer"]: 1.0}
+                yield _AnsweredQuestion(scene, question["types"]["detailed"], scores, question["choices"])
+
+
+def _answering(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Scores:
+    questions = list(_answered_questions(scenes))
+    # how often an answer was given, in each half of the scenes and to each kind of question; CHANCE: to any
+    frequencies: list[dict[str, Counter[str]]] = [defaultdict(Counter), defaultdict(Counter)]
+    for question in questions:
+        half = frequencies[question.scene.number % 2]
+        half[question.kind].update(question.scores)
+        half[CHANCE].update(question.scores)
+    for question in questions:
+        other_half = frequencies[1 - question.scene.number % 2]
+        yield CHANCE, question.scores.get(_most_common(other_half[CHANCE]), 0.0)
+        guess = _most_common(other_half[question.kind])
+        yield "usual answer to this kind of question", question.scores.get(guess, 0.0)
+        shown: Counter[str] = Counter()
+        for item in question.scene.objects:
+            shown.update(vars(item.appearance).values())
+        shown_values = [value for value in question.values if shown[value]]
+        if shown_values:
+            guess = max(shown_values, key=shown.__getitem__)
+        yield "most frequent value in the image", question.scores.get(guess, 0.0)
+
+
+def _most_common(answers: Counter[str]) -> str:
+    if not answers:
+        return ""
+    [(answer, _)] = answers.most_common(1)
+    return answer
+
+
+def _judging(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Scores:
+    for _, pair_set in draw_sets(scenes[0].split, scenes, recipe):
+        for column, sentence in enumerate(pair_set.sentences):
+            right_counts = [sentence.count(scene) for scene in scenes[:20]]  # imagined on the right
+            for (left, _), labels in zip(pair_set.pairs, pair_set.labels, strict=True):
+                left_count = sentence.count(left)
+                share_true = np.mean([sentence.is_true_of_counts(left_count, count) for count in right_counts])
+                yield "left image alone", float((share_true > 0.5) == labels[column])
                 yield CHANCE, 0.5
 
 
-def _choosing(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Tries:
+def _choosing(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Scores:
     for scene in scenes:
-        looks = [item.appearance for item in scene.objects]
-        counts = Counter(look.colour for look in looks)
+        appearances = [item.appearance for item in scene.objects]
+        frequency = Counter(appearance.colour for appearance in appearances)
         for question in scene.drawn:
-            asked = next(token for token in question["question"] if isinstance(token, list))[0]
-            for kind, family in (("answer", ""), ("rationale", "rationale/")):
-                choices, label = question[f"{kind}_choices"], question[f"{kind}_label"]
-                named = [[looks[token[0]] for token in choice if isinstance(token, list)] for choice in choices]
-                said = [[word for word in choice if isinstance(word, str)] for choice in choices]
-                colours = [[*own, *(one.colour for one in ones)] for own, ones in zip(said, named, strict=True)]
-                rules = {
+            asked_objects = next(token for token in question["question"] if isinstance(token, list))
+            asked_shape = appearances[asked_objects[0]].shape
+            for kind, prefix in (("answer", ""), ("rationale", "rationale/")):
+                choices = question[f"{kind}_choices"]
+                label = question[f"{kind}_label"]
+                colour_scores = []
+                shape_scores = []
+                for choice in choices:
+                    words = [token for token in choice if isinstance(token, str)]
+                    named = [appearances[token[0]] for token in choice if isinstance(token, list)]
+                    colours = [*words, *(appearance.colour for appearance in named)]
+                    colour_scores.append(sum(frequency[colour] for colour in colours))
+                    shape_scores.append(any(appearance.shape == asked_shape for appearance in named))
+                scores_of = {
                     CHANCE: [1] * len(choices),
                     "first choice": [1, 0, 0, 0],
                     "longest choice": [len(choice) for choice in choices],
-                    "most frequent colour in the image": [sum(counts[one] for one in own) for own in colours],
-                    "object of the same shape": [any(one.shape == looks[asked].shape for one in own) for own in named],
+                    "most frequent colour in the image": colour_scores,
+                    "object of the same shape": shape_scores,
                 }
-                for rule, scores in rules.items():
-                    yield family + rule, (scores[label] == max(scores)) / scores.count(max(scores))
+                for rule, scores in scores_of.items():
+                    best = max(scores)
+                    # of several best choices one is guessed
+                    yield prefix + rule, (scores[label] == best) / scores.count(best)
 
 
-def _grounding(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Tries:
-    nouns = {form: shape for shape in SHAPES for form in (shape, pluralised(shape))}
+def _grounding(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Scores:
+    shape_of = {}  # by its nouns
+    for shape in SHAPES:
+        shape_of[shape] = shape
+        shape_of[pluralised(shape)] = shape
     for scene in scenes:
         looks = [set(vars(item.appearance).values()) for item in scene.objects]
-        for phrase in (part for caption in scene.drawn for part in caption if not isinstance(part, str)):
+        for phrase in drawn_phrases(scene.drawn):
+            if not phrase.objects:
+                continue
             words = phrase.words.split()
-            if phrase.objects:
-                yield CHANCE, len(phrase.objects) / len(looks)
-            noun, adjectives = {nouns[one] for one in words if one in nouns}, _ADJECTIVES.intersection(words)
-            for rule, said in (("any that fits the noun", noun), ("any that fits the adjectives", adjectives)):
-                fits = [index in phrase.objects for index, own in enumerate(looks) if said <= own]
-                if phrase.objects:
-                    yield rule, sum(fits) / len(fits)
+            nouns = {shape_of[word] for word in words if word in shape_of}
+            adjectives = _ADJECTIVES.intersection(words)
+            yield CHANCE, len(phrase.objects) / len(looks)
+            yield "any that fits the noun", _share_named(phrase, looks, nouns)
+            yield "any that fits the adjectives", _share_named(phrase, looks, adjectives)
+
+
+def _share_named(phrase: DrawnPhrase, looks: Sequence[set[str]], attributes: set[str]) -> float:
+    """Return which share of the objects with these attributes the phrase names."""
+    is_named = [index in phrase.objects for index, look in enumerate(looks) if attributes <= look]
+    return sum(is_named) / len(is_named)
 
 
 _QUESTIONS = {"vqa": _answering, "gqa": _answering, "vcr": _choosing}
