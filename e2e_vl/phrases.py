@@ -59,21 +59,23 @@ class PhraseBatch(Movable):
 
     def is_punctuation(self) -> Bool[Tensor, "M L"]:
         """Return which wordpieces consist of punctuation only."""
-        found = [
-            end > first and all(unicodedata.category(one).startswith("P") for one in text[first:end])
-            for text, offsets in zip(self.words, self.offsets.tolist(), strict=True)
-            for first, end in offsets
-        ]
-        return torch.tensor(found, device=self.offsets.device).reshape(self.offsets.shape[:2])
+        flags: list[bool] = []
+        for text, offsets in zip(self.words, self.offsets.tolist(), strict=True):
+            for first, end in offsets:
+                categories = map(unicodedata.category, text[first:end])
+                flags.append(end > first and all(category.startswith("P") for category in categories))
+        return torch.tensor(flags, device=self.offsets.device).reshape(self.offsets.shape[:2])
 
     def truncate(self, index: Int64[Tensor, "M L"], attention_mask: Bool[Tensor, "M L"]) -> PhraseBatch:
         """Return a copy for truncated texts; `index` holds the old position of each kept wordpiece.
 
         A phrase that was truncated completely becomes the last wordpiece before it.
         """
-        kept = index.masked_fill(~attention_mask, torch.iinfo(torch.int64).max)[self.spans.owner]  # [P, L]
-        first, end = ((kept < bound[:, None]).sum(dim=1) for bound in self.spans.values.unbind(dim=1))
-        end = end.clamp(min=1)
+        padding = torch.iinfo(torch.int64).max
+        old_positions = index.masked_fill(~attention_mask, padding)[self.spans.owner]  # [P, L]
+        old_first, old_end = self.spans.values.unbind(dim=1)
+        first = (old_positions < old_first[:, None]).sum(dim=1)
+        end = (old_positions < old_end[:, None]).sum(dim=1).clamp(min=1)
         return dataclasses.replace(
             self,
             offsets=self.offsets.take_along_dim(index[..., None], dim=1) * attention_mask[..., None],
@@ -84,6 +86,9 @@ class PhraseBatch(Movable):
 
 def find_characters(offsets: Int64[Tensor, "L 2"], span: tuple[int, int]) -> tuple[int, int]:
     """Convert a span of wordpieces to a span of characters: the first one and the last one plus one."""
-    own = offsets[span[0] : span[1]]
-    real = own[own[:, 1] > 0]
-    return (int(real[:, 0].min()), int(real[:, 1].max())) if len(real) else (0, 0)
+    first, end = span
+    span_offsets = offsets[first:end]
+    with_characters = span_offsets[span_offsets[:, 1] > 0]  # special tokens have none
+    if not len(with_characters):
+        return (0, 0)
+    return (int(with_characters[:, 0].min()), int(with_characters[:, 1].max()))

@@ -59,52 +59,58 @@ class AnnotatedImage(Record, array_like=True):
     names: list[tuple[str, ...]]  # chains of each box
 
     def boxes_of(self, chain: str) -> np.ndarray:
-        """float64 [boxes, 4] of a chain; empty for scenes and for phrases that are not in the image."""
-        found = [box for box, names in zip(self.boxes, self.names, strict=True) if chain in names]
-        return np.array(found, dtype=np.float64).reshape(-1, 4)
+        """Return the boxes of a chain, float64 [boxes, 4]; empty for scenes and phrases that are not in the image."""
+        boxes = [box for box, names in zip(self.boxes, self.names, strict=True) if chain in names]
+        return np.array(boxes, dtype=np.float64).reshape(-1, 4)
 
 
 def parse_sentence(line: str, where: str) -> EntitySentence:
     """Parse a caption with bracketed phrases; `where` names it in error messages."""
-    words, phrases, last = "", [], 0
     line = " ".join(line.split())
-    for found in _PHRASE.finditer(line):
-        words += line[last : found.start()]
-        chain, types, own = found.groups()
-        span = (len(words), len(words) + len(own))
+    words = ""
+    phrases: list[EntityPhrase] = []
+    last_end = 0
+    for match in _PHRASE.finditer(line):
+        words += line[last_end : match.start()]
+        chain, types, phrase_words = match.groups()
+        span = (len(words), len(words) + len(phrase_words))
         phrases.append(EntityPhrase(span, chain, tuple(types[1:].split("/"))))
-        words += own
-        last = found.end()
-    words += line[last:]
+        words += phrase_words
+        last_end = match.end()
+    words += line[last_end:]
     if "[/EN#" in words:
         raise UserError(f"{where}: {line!r} has a bracket that is not a phrase such as [/EN#283585/people A man]")
     return EntitySentence(words, tuple(phrases))
 
 
 def read_sentences(path: str | Path) -> list[EntitySentence]:
-    """The captions of one image, one per line; blank lines are skipped."""
+    """Read the captions of one image, one per line; blank lines are skipped."""
     lines = enumerate(read_text(path).split("\n"), start=1)
     return [parse_sentence(line, f"{path}, line {number}") for number, line in lines if line.strip()]
 
 
 def read_annotation(path: str | Path) -> AnnotatedImage:
-    """The size and the boxes of one image; objects without a box (scenes, non-visual phrases) are skipped."""
-    boxes, names = [], []
+    """Read the size and the boxes of one image; objects without a box (scenes, non-visual phrases) are skipped."""
+    boxes: list[tuple[int, ...]] = []
+    names: list[tuple[str, ...]] = []
     try:
         root = ElementTree.parse(path).getroot()
-        size = int(root.findtext("size/height", "")), int(root.findtext("size/width", ""))
+        size = (int(root.findtext("size/height", "")), int(root.findtext("size/width", "")))
         for element in root.iter("object"):
-            if (box := element.find("bndbox")) is not None:
-                boxes.append(tuple(int(box.findtext(side, "")) for side in ("xmin", "ymin", "xmax", "ymax")))
-                names.append(tuple((name.text or "").strip() for name in element.findall("name")))
+            box = element.find("bndbox")
+            if box is None:
+                continue
+            boxes.append(tuple(int(box.findtext(side, "")) for side in ("xmin", "ymin", "xmax", "ymax")))
+            names.append(tuple((name.text or "").strip() for name in element.findall("name")))
     except (OSError, ElementTree.ParseError, ValueError) as error:
         raise UserError(f"{path}: missing, or not of Flickr30K Entities ({error}); download it again") from error
     return AnnotatedImage(size, boxes, names)
 
 
 def read_image_ids(path: str | Path) -> list[str]:
+    """Read a list of image ids; repeats are skipped, and their number is logged."""
     ids = read_text(path).split()
-    if not ids or not all(one.isdecimal() for one in ids):
+    if not ids or not all(image_id.isdecimal() for image_id in ids):
         raise UserError(f"{path} is not a list of image ids such as 1000092795, one per line")
     skipped = SkippedRecords(path)
     repeats = Counter(ids) - Counter(set(ids))
@@ -185,27 +191,29 @@ class Flickr30KDataset(RecordDataset):
         yield from encoded_objects(self.instances, self.image_keys())
 
     def image(self, name: str, text: int) -> SampleImage:
-        file, annotated = self.options.file(self.folder, name), self.annotated[name]
+        file = self.options.file(self.folder, name)
+        annotated = self.annotated[name]
         if self.instances:
             return self.instances[self.split_index(text)].sample_image(name, file)
-        boxes = self._moved(np.array(annotated.boxes, dtype=np.float64).reshape(-1, 4))
+        boxes = self._shift(np.array(annotated.boxes, dtype=np.float64).reshape(-1, 4))
         objects = AnnotatedObjects(boxes, str(self.annotations_folder / f"{name}.xml"))
         return SampleImage(name, file, annotated.size, objects)
 
     def text(self, index: int) -> SampleText:
         caption = self.texts[index]
-        words, phrases, annotated = caption.words, caption.sentence.phrases, self.annotated[caption.image_id]
-        every_box = tuple(self._moved(annotated.boxes_of(phrase.chain)) for phrase in phrases)
-        boxed = [(phrase, boxes) for phrase, boxes in zip(phrases, every_box, strict=True) if len(boxes)]
-        ids = {"image_id": caption.image_id, "sentence": caption.line}
+        annotated = self.annotated[caption.image_id]
+        phrases = caption.sentence.phrases
+        boxes_of_phrases = tuple(self._shift(annotated.boxes_of(phrase.chain)) for phrase in phrases)
+        boxed = [row for row, boxes in enumerate(boxes_of_phrases) if len(boxes)]
         truth = EntityPhrases(
-            tuple(phrase.span for phrase, _ in boxed),
-            tuple(boxes for _, boxes in boxed),
-            entities=tuple(phrase.chain for phrase, _ in boxed),
-            types=tuple(phrase.types for phrase, _ in boxed),
+            tuple(phrases[row].span for row in boxed),
+            tuple(boxes_of_phrases[row] for row in boxed),
+            entities=tuple(phrases[row].chain for row in boxed),
+            types=tuple(phrases[row].types for row in boxed),
         )
-        everything = PhraseBoxes(tuple(phrase.span for phrase in phrases), every_box, is_complete=True)
-        return SampleText(index, words, ids, truth, phrases=everything)
+        all_phrases = PhraseBoxes(tuple(phrase.span for phrase in phrases), boxes_of_phrases, is_complete=True)
+        ids = {"image_id": caption.image_id, "sentence": caption.line}
+        return SampleText(index, caption.words, ids, truth, phrases=all_phrases)
 
     def _without_empty_boxes(self, image: AnnotatedImage, image_id: str, skipped: SkippedRecords) -> AnnotatedImage:
         """Skip and count boxes without an area. One outside its image is refused where the image is loaded."""
@@ -216,12 +224,13 @@ class Flickr30KDataset(RecordDataset):
         rows = np.flatnonzero(has_area).tolist()
         return AnnotatedImage(image.size, [image.boxes[row] for row in rows], [image.names[row] for row in rows])
 
-    def _moved(self, boxes: np.ndarray) -> np.ndarray:
+    def _shift(self, boxes: np.ndarray) -> np.ndarray:
+        """Return boxes in the configured coordinates; the files count pixels from 1."""
         return boxes - 1 if self.options.coordinates == "zero_based" else boxes
 
 
 def _captions(files: DataFiles, split: str) -> Iterator[Caption]:
-    """All captions of one or several splits, image by image."""
+    """Yield all captions of one or several splits, image by image."""
     for name in split_names(split):
         for image_id in read_image_ids(files.path("ids", split=name)):
             sentences = read_sentences(files.path("sentences") / f"{image_id}.txt")

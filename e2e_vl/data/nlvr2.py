@@ -1,4 +1,4 @@
-"""NLVR2: is a sentence true of a pair of photos?
+"""NLVR2: is a sentence true of a pair of images?
 
 Files (`data.files`, relative to `data.root`; {split} is the split, such as train or dev, and {images} the first part
 of the identifiers, up to the first hyphen, which differs from the split for balanced/balanced_dev and similar)
@@ -78,12 +78,13 @@ class NLVR2Dataset(RecordDataset):
         examples: list[PairStatement] = []
         splits: list[JoinedSplit] = []
         for name in split_names(split):
-            own = read_examples(files.path("examples", split=name))
-            values = {"split": name, "images": own[0].id.partition("-")[0]}
+            split_examples = read_examples(files.path("examples", split=name))
+            values = {"split": name, "images": split_examples[0].id.partition("-")[0]}
             folder = files.path("images", **values)
-            splits.append(JoinedSplit(name, self.files_by_image_id(files, needs, values), folder, len(own)))
+            boxes = self.files_by_image_id(files, needs, values)
+            splits.append(JoinedSplit(name, boxes, folder, len(split_examples)))
             self.folders.append(folder)
-            examples += own
+            examples += split_examples
             self.split_values.append(values)
         self.set_texts(examples, f"the splits {split}: example", splits, need_labels=needs.training)
         self.instances: list[CocoInstances] = []  # of each split
@@ -98,8 +99,9 @@ class NLVR2Dataset(RecordDataset):
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: NLVR2DatasetConfig, split: str) -> Iterable[str]:
-        paths = [files.path("examples", split=name) for name in split_names(split)]
-        return [example.words for path in paths for example in read_examples(path)]
+        for name in split_names(split):
+            for example in read_examples(files.path("examples", split=name)):
+                yield example.words
 
     def contents(self) -> Iterable[np.ndarray]:
         yield from super().contents()
@@ -109,11 +111,12 @@ class NLVR2Dataset(RecordDataset):
                 yield instances.encoded(self._ids_of_names[instances.path][name])
 
     def image(self, name: str, text: int) -> SampleImage:
-        example, place = self.texts[text], f"{name}{self.options.suffix}"
-        if example.directory is not None and self.options.use_folders:
-            place = f"{example.directory}/{place}"
+        example = self.texts[text]
         split_index = self.split_index(text)
-        file = self.folders[split_index] / place
+        folder = self.folders[split_index]
+        if example.directory is not None and self.options.use_folders:
+            folder = folder / str(example.directory)
+        file = folder / f"{name}{self.options.suffix}"
         if not self.instances:
             return SampleImage(name, file)
         instances = self.instances[split_index]
@@ -122,5 +125,5 @@ class NLVR2Dataset(RecordDataset):
 
 
 def _ids_of_names(instances: CocoInstances) -> dict[str, Id]:
-    """The id of each image, by its file name without folder and suffix."""
+    """Return the id of each image, by its file name without folder and suffix."""
     return {PurePosixPath(image.file_name).stem: image.id for image in instances.images}

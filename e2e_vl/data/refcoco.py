@@ -163,14 +163,16 @@ def read_expressions(path: str | Path, instances: CocoInstances) -> list[Express
 
 
 def split_contains(split: str, name: str) -> bool:
-    """Whether a ref of the split `name` belongs to a split, as in the REFER API.
+    """Return whether a ref of the split `name` belongs to a split, as in the REFER API.
 
     testA, testB and testC contain every split with that letter in its name ("testAB" is in testA and testB), "test"
     every split with "test" in its name; other names must be equal.
     """
     if split in ("testA", "testB", "testC"):
         return split[-1] in name
-    return "test" in name if split == "test" else split == name
+    if split == "test":
+        return "test" in name
+    return split == name
 
 
 class RefCOCODataset(RecordDataset):
@@ -185,13 +187,14 @@ class RefCOCODataset(RecordDataset):
     def __init__(self, files: DataFiles, options: NoDatasetConfig, split: str, needs: DataNeeds) -> None:
         self.folder = files.path("images")
         self.instances = CocoInstances(files.path("instances"))
-        every = read_expressions(path := files.path("refs"), self.instances)
-        texts = [one for one in every if split_contains(split, one.split)]
-        if not texts:
-            splits = ", ".join(sorted({expression.split for expression in every}))
+        path = files.path("refs")
+        all_expressions = read_expressions(path, self.instances)
+        expressions = [expression for expression in all_expressions if split_contains(split, expression.split)]
+        if not expressions:
+            splits = ", ".join(sorted({expression.split for expression in all_expressions}))
             contents = f"the file has {splits}" if splits else "all its refs are skipped, see the log"
             raise UserError(f"{path}: no split {split!r}; {contents}")
-        self.set_texts(texts, f"{path}: sentence")
+        self.set_texts(expressions, f"{path}: sentence")
         self.phrases = None
         if "phrases" in files and needs.phrases:
             self.phrases = NounPhrases(files.path("phrases"), files.path("phrase_boxes"))
@@ -200,9 +203,11 @@ class RefCOCODataset(RecordDataset):
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: NoDatasetConfig, split: str) -> Iterable[str]:
-        """All expressions of a split."""
-        refs = [ref for ref in read_refs(files.path("refs")) if split_contains(split, ref.split)]
-        return [sentence.sent for ref in refs for sentence in ref.expressions]
+        """Yield all expressions of a split."""
+        for ref in read_refs(files.path("refs")):
+            if split_contains(split, ref.split):
+                for sentence in ref.expressions:
+                    yield sentence.sent
 
     def contents(self) -> Iterable[np.ndarray]:
         yield from super().contents()
@@ -214,7 +219,8 @@ class RefCOCODataset(RecordDataset):
     def text(self, index: int) -> SampleText:
         expression = self.texts[index]
         if self.phrases is None:
-            phrases = PhraseBoxes(((0, len(expression.words)),), (np.array(expression.boxes).reshape(-1, 4),))
+            boxes = np.array(expression.boxes).reshape(-1, 4)
+            phrases = PhraseBoxes(((0, len(expression.words)),), (boxes,))
         else:
             phrases = self.phrases.of(expression.image_id, expression.words)
         return dataclasses.replace(super().text(index), phrases=phrases)
@@ -227,19 +233,23 @@ class NounPhrases:
     """
 
     def __init__(self, sentences: Path, annotations: Path) -> None:
-        self.sentences, self.annotations = sentences, annotations
-        self._last: tuple[Id | None, dict[str, EntitySentence], AnnotatedImage | None] = None, {}, None
+        self.sentences = sentences
+        self.annotations = annotations
+        self._image_id: Id | None = None  # of the cached image
+        self._sentences: dict[str, EntitySentence] = {}  # of that image, by their words
+        self._annotated: AnnotatedImage | None = None
 
     def of(self, image_id: Id, words: str) -> PhraseBoxes:
-        """All phrases of an expression about an image."""
+        """Return all phrases of an expression about an image."""
         file = self.sentences / f"{image_id}.txt"
-        if self._last[0] != image_id:
-            sentences = {one.words: one for one in reversed(read_sentences(file))}
-            self._last = image_id, sentences, read_annotation(self.annotations / f"{file.stem}.xml")
-        _, sentences, annotated = self._last
-        if words not in sentences:
+        if self._image_id != image_id:
+            # the first one of equal sentences counts
+            self._sentences = {sentence.words: sentence for sentence in reversed(read_sentences(file))}
+            self._annotated = read_annotation(self.annotations / f"{file.stem}.xml")
+            self._image_id = image_id
+        if words not in self._sentences:
             raise UserError(f"{file}: no line has the expression '{words}'; use the phrases of the same expressions.")
-        phrases = sentences[words].phrases
+        phrases = self._sentences[words].phrases
         # pixels are counted from 1, and the last one is inclusive
-        boxes = [annotated.boxes_of(phrase.chain) - (1, 1, 0, 0) for phrase in phrases]
+        boxes = [self._annotated.boxes_of(phrase.chain) - (1, 1, 0, 0) for phrase in phrases]
         return PhraseBoxes(tuple(phrase.span for phrase in phrases), tuple(boxes), is_complete=True)

@@ -71,7 +71,10 @@ class _Annotation(Record):
     @property
     def texts(self) -> tuple[str, ...]:
         """The answers, as written."""
-        return tuple(answer if isinstance(answer, str) else answer.answer for answer in self.answers)
+        texts: list[str] = []
+        for answer in self.answers:
+            texts.append(answer if isinstance(answer, str) else answer.answer)
+        return tuple(texts)
 
 
 class VQAQuestion(TextRecord, array_like=True):
@@ -100,7 +103,7 @@ class VQAQuestion(TextRecord, array_like=True):
 
 
 def read_questions(questions: Path, annotations: Path | None = None, split: str = "") -> list[VQAQuestion]:
-    """The questions of a file in file order, joined with the annotations on `question_id`.
+    """Read the questions of a file in file order, joined with the annotations on `question_id`.
 
     Args:
         annotations: None for a split without answers (test).
@@ -116,7 +119,7 @@ def read_questions(questions: Path, annotations: Path | None = None, split: str 
                 raise UserError(
                     f"{annotations} has two different annotations for question {row.question_id}; remove one of them"
                 )
-    found = []
+    all_questions: list[VQAQuestion] = []
     for row in content.questions:
         question = VQAQuestion(row.question_id, row.image_id, image_set, row.question)
         if annotations is not None:
@@ -130,9 +133,10 @@ def read_questions(questions: Path, annotations: Path | None = None, split: str 
             question.most_frequent = answer.multiple_choice_answer
             if question.most_frequent is None:
                 question.most_frequent = Counter(question.answers).most_common(1)[0][0]
-            question.answer_type, question.question_type = answer.answer_type, answer.question_type
-        found.append(question)
-    distinct = list(drop_repeats(found, skipped, "questions"))
+            question.answer_type = answer.answer_type
+            question.question_type = answer.question_type
+        all_questions.append(question)
+    distinct = list(drop_repeats(all_questions, skipped, "questions"))
     skipped.log()
     return distinct
 
@@ -154,15 +158,16 @@ class VQADataset(RecordDataset):
         questions: list[VQAQuestion] = []
         splits: list[JoinedSplit] = []
         for name in split_names(split):
-            own = _read_split(files, name, annotated=needs.training)
-            _complete_answers(own, files, name, repeat=options.repeat_answers)
-            values = {"split": name, "images": own[0].image_set}
+            split_questions = _read_split(files, name, annotated=needs.training)
+            _complete_answers(split_questions, files, name, repeat=options.repeat_answers)
+            values = {"split": name, "images": split_questions[0].image_set}
             folder = files.path("images", **values)
             image_names = options.file(folder, "ID", images=values["images"])
-            splits.append(JoinedSplit(name, self.files_by_image_id(files, needs, values), image_names, len(own)))
+            boxes = self.files_by_image_id(files, needs, values)
+            splits.append(JoinedSplit(name, boxes, image_names, len(split_questions)))
             self.split_values.append(values)
             self.folders.append(folder)
-            questions += own
+            questions += split_questions
         self.set_texts(questions, f"the splits {split}: question", splits)
         if needs.annotations and "instances" in files:
             self.instances = open_instances(files, self.split_values, self.image_keys())
@@ -176,8 +181,11 @@ class VQADataset(RecordDataset):
 
     @classmethod
     def answers_of(cls, files: DataFiles, options: VQADatasetConfig, split: str) -> dict[Any, str]:
-        questions = [one for name in split_names(split) for one in _read_split(files, name, annotated=True)]
-        return {question.id: question.most_frequent for question in questions}
+        answers: dict[Any, str] = {}
+        for name in split_names(split):
+            for question in _read_split(files, name, annotated=True):
+                answers[question.id] = question.most_frequent
+        return answers
 
     def contents(self) -> Iterable[np.ndarray]:
         yield from super().contents()
@@ -186,11 +194,13 @@ class VQADataset(RecordDataset):
     def image(self, name: str, text: int) -> SampleImage:
         split_index = self.split_index(text)
         file = self.options.file(self.folders[split_index], name, images=self.split_values[split_index]["images"])
-        return self.instances[split_index].sample_image(name, file) if self.instances else SampleImage(name, file)
+        if not self.instances:
+            return SampleImage(name, file)
+        return self.instances[split_index].sample_image(name, file)
 
 
 def _read_split(files: DataFiles, name: str, *, annotated: bool) -> list[VQAQuestion]:
-    """Questions of one split, with answers if they exist or are needed."""
+    """Read the questions of one split, with answers if they exist or are needed."""
     annotations = None
     if annotated or "annotations" in files:
         annotations = files.path("annotations", split=name)
