@@ -57,7 +57,7 @@ def code_lines(file: str) -> list[str]:
     if file.endswith(".md"):
         text = "\n".join(CODE_BLOCK.findall(read(file)))
     elif file.endswith(".py"):
-        strings = "".join(read(file).split('"""')[1::2])  # docstrings, and help of commands that share a file
+        strings = "\n".join(read(file).split('"""')[1::2])  # docstrings, and help of commands that share a file
         text = "\n".join(line for line in strings.splitlines() if line.startswith("    "))
     else:
         text = "\n".join(line[1:] for line in read(file).splitlines() if line.startswith("#   "))
