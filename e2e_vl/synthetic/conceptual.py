@@ -43,13 +43,16 @@ class _CaptionedImageWriter(FormatWriter):
     def draw(self, scene: SceneRecord, graph: SceneGraph) -> CaptionedImage:
         """Draw a caption and class probabilities: a detection's score for its category, the rest random."""
         rng = self.recipe.generator(scene.split, scene.number, "conceptual")
-        boxes, classes = [], []
+        boxes = []
+        classes = []
+        category_ids = list(CATEGORY_IDS.values())
         for detection in scene.detections:
             x, y, width, height = detection["box"]
             boxes.append([x, y, round(x + width, 4), round(y + height, 4)])
             rest = rng.dirichlet(np.full(len(CATEGORIES), 0.3)) * (1 - detection["score"])
-            column = list(CATEGORY_IDS.values()).index(detection["category_id"]) + 1  # column 0 is the background
-            classes.append([round(float(value), 6) for value in np.insert(rest, column, detection["score"])])
+            column = category_ids.index(detection["category_id"]) + 1  # column 0 is the background
+            probabilities = np.insert(rest, column, detection["score"])
+            classes.append([round(float(value), 6) for value in probabilities])
         caption = scene.captions[rng.integers(len(scene.captions))]
         return CaptionedImage(scene.image_file, scene.size, caption, boxes, classes)
 
@@ -62,8 +65,8 @@ class ShardsWriter(_CaptionedImageWriter):
 
     @override
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
-        for split, part in by_split(scenes).items():
-            write_shards(folder / split, [scene.drawn for scene in part])
+        for split, split_scenes in by_split(scenes).items():
+            write_shards(folder / split, [scene.drawn for scene in split_scenes])
 
 
 class ConceptualWriter(_CaptionedImageWriter):
@@ -76,38 +79,58 @@ class ConceptualWriter(_CaptionedImageWriter):
 
     @override
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
-        for split, part in by_split(scenes).items():
-            lines: list[dict[str, Any]] = []
+        for split, split_scenes in by_split(scenes).items():
+            lines = []
+            lines_with_boxes = []
             with (
-                zipfile.ZipFile(folder / f"{split}_image.zip", "w") as pictures,
+                zipfile.ZipFile(folder / f"{split}_image.zip", "w") as images,
                 zipfile.ZipFile(folder / f"{split}_frcnn.zip", "w") as regions,
             ):
-                for number, image in enumerate(scene.drawn for scene in part):
-                    name, boxes_name = f"{number:08d}{image.path.suffix}", f"{number:08d}.json"
-                    pictures.writestr(zipfile.ZipInfo(name), image.path.read_bytes())
-                    regions.writestr(zipfile.ZipInfo(boxes_name), json.dumps(_frcnn(image)))
-                    line = {"image": f"{split}_image.zip@/{name}", "caption": image.caption.split(" ")}
-                    lines.append({**line, "frcnn": f"{split}_frcnn.zip@/{boxes_name}"})
-            for ending, keys in (("", ("image", "caption")), ("_frcnn", ("image", "caption", "frcnn"))):
-                text = "".join(json.dumps({key: line[key] for key in keys}) + "\n" for line in lines)
-                (folder / f"{split}{ending}.json").write_text(text, encoding="utf-8")
+                for number, scene in enumerate(split_scenes):
+                    image: CaptionedImage = scene.drawn
+                    image_name = f"{number:08d}{image.path.suffix}"
+                    regions_name = f"{number:08d}.json"
+                    images.writestr(zipfile.ZipInfo(image_name), image.path.read_bytes())
+                    regions.writestr(zipfile.ZipInfo(regions_name), json.dumps(_frcnn(image)))
+                    line = {"image": f"{split}_image.zip@/{image_name}", "caption": image.caption.split(" ")}
+                    line_with_boxes = {**line, "frcnn": f"{split}_frcnn.zip@/{regions_name}"}
+                    lines.append(json.dumps(line) + "\n")
+                    lines_with_boxes.append(json.dumps(line_with_boxes) + "\n")
+            (folder / f"{split}.json").write_text("".join(lines), encoding="utf-8")
+            (folder / f"{split}_frcnn.json").write_text("".join(lines_with_boxes), encoding="utf-8")
 
 
 def write_shards(folder: Path, images: Sequence[CaptionedImage], records_per_shard: int = RECORDS_PER_SHARD) -> None:
+    """Write images with captions into numbered tar files and their statistics."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, first in enumerate(range(0, len(images), records_per_shard)):
-        part = images[first : first + records_per_shard]
+        shard = images[first : first + records_per_shard]
         with tarfile.open(folder / f"{number:05d}.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
-            for row, image in enumerate(part):
+            for row, image in enumerate(shard):
                 key = f"{number:05d}{row:0{_KEY_DIGITS}d}"
                 height, width = image.size
-                record = {"caption": image.caption, "url": "", "key": key, "status": "success", "error_message": None}
-                record |= {"width": width, "height": height, "original_width": width, "original_height": height}
+                record = {
+                    "caption": image.caption,
+                    "url": "",
+                    "key": key,
+                    "status": "success",
+                    "error_message": None,
+                    "width": width,
+                    "height": height,
+                    "original_width": width,
+                    "original_height": height,
+                }
                 _add(tar, f"{key}.json", json.dumps(record, indent=4).encode())
                 _add(tar, f"{key}{image.path.suffix}", image.path.read_bytes())
                 _add(tar, f"{key}.txt", image.caption.encode())
-        stats = {"count": len(part), "successes": len(part), "failed_to_download": 0, "failed_to_resize": 0}
-        stats |= {"duration": 0.0, "status_dict": {"success": len(part)}}
+        stats = {
+            "count": len(shard),
+            "successes": len(shard),
+            "failed_to_download": 0,
+            "failed_to_resize": 0,
+            "duration": 0.0,
+            "status_dict": {"success": len(shard)},
+        }
         (folder / f"{number:05d}_stats.json").write_text(json.dumps(stats, indent=4), encoding="utf-8")
 
 
@@ -118,11 +141,13 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def _frcnn(image: CaptionedImage) -> dict[str, Any]:
+    """Return the content of a file of detected boxes."""
     classes = np.array(image.classes, dtype=np.float32)
     mixing = np.random.default_rng(0).normal(size=(classes.shape[1], FEATURE_DIM))  # similar for boxes of a class
+    height, width = image.size
     return {
-        "image_w": image.size[1],
-        "image_h": image.size[0],
+        "image_w": width,
+        "image_h": height,
         "num_boxes": len(image.boxes),
         "boxes": _base64(np.array(image.boxes)),
         "classes": _base64(classes),
@@ -148,22 +173,32 @@ class CorpusWriter(FormatWriter):
 
     @override
     def write(self, folder: Path, scenes: Sequence[SceneRecord]) -> None:
-        rng, config = self.recipe.generator("corpus"), self.recipe.scene
+        rng = self.recipe.generator("corpus")
+        config = self.recipe.scene
         with (folder / "corpus.doc").open("w", encoding="utf-8", newline="\n") as file:
             for _ in range(LINES_PER_SCENE * len(scenes)):
-                paragraph = " ".join(_sentence(config, rng) for _ in range(rng.integers(*_SENTENCES_PER_LINE)))
-                file.write(paragraph + ("\n\n" if rng.random() < 0.1 else "\n"))
+                num_sentences = rng.integers(*_SENTENCES_PER_LINE)
+                paragraph = " ".join(_sentence(config, rng) for _ in range(num_sentences))
+                ends_document = rng.random() < 0.1
+                file.write(paragraph + ("\n\n" if ends_document else "\n"))
 
 
 def _sentence(config: SceneConfig, rng: np.random.Generator) -> str:
-    operator = _OPERATORS[rng.integers(len(_OPERATORS))] if rng.random() < 0.55 else None
-    needs_anchor = operator in RELATIONS or (operator in ("bigger", "smaller") and rng.random() < 0.7)
-    anchored = _description(config, rng), operator, _description(config, rng) if needs_anchor else None
-    sentence = _FRAMES[rng.integers(len(_FRAMES))].format(to_words(ReferringExpression(*anchored), rng))
+    operator = None
+    if rng.random() < 0.55:
+        operator = _OPERATORS[rng.integers(len(_OPERATORS))]
+    has_anchor = operator in RELATIONS or (operator in ("bigger", "smaller") and rng.random() < 0.7)
+    description = _description(config, rng)
+    anchor = _description(config, rng) if has_anchor else None
+    frame = _FRAMES[rng.integers(len(_FRAMES))]
+    sentence = frame.format(to_words(ReferringExpression(description, operator, anchor), rng))
     return sentence[0].upper() + sentence[1:] + "."
 
 
 def _description(config: SceneConfig, rng: np.random.Generator) -> Description:
     chances = {"size": 0.3, "texture": 0.3, "colour": 0.6, "shape": 0.8}
-    said = {slot: str(rng.choice(config.values[slot])) for slot, chance in chances.items() if rng.random() < chance}
-    return Description(**said)
+    attributes = {}
+    for slot, chance in chances.items():
+        if rng.random() < chance:
+            attributes[slot] = str(rng.choice(config.values[slot]))
+    return Description(**attributes)

@@ -51,11 +51,14 @@ class SceneObject:
 
     @property
     def area(self) -> int:
+        """The number of its visible pixels."""
         return int(np.count_nonzero(self.visible))
 
     @property
     def visible_extent(self) -> int:
-        return max(self.box[2] - self.box[0], self.box[3] - self.box[1])
+        """The longer side of its box, pixels."""
+        x1, y1, x2, y2 = self.box
+        return max(x2 - x1, y2 - y1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,43 +74,47 @@ def draw_scene(config: SceneConfig, rng: np.random.Generator) -> Scene:
     h, w = (int(side) for side in rng.integers(config.min_side, config.max_side + 1, 2))
     count = int(rng.integers(config.min_objects, config.max_objects + 1))
     for _ in range(_ATTEMPTS_PER_SCENE):
-        placed = _place_objects(config, h, w, count, rng)
-        if placed is not None:
+        objects_and_patches = _place_objects(config, h, w, count, rng)
+        if objects_and_patches is not None:
             break
     else:
         raise UserError(
             f"{count} objects do not fit into a scene of {w} x {h} pixels: use fewer, smaller objects, or a larger one"
         )
     image = paint_background(h, w, rng)
-    for item, patch in placed:
+    for item, patch in objects_and_patches:
         paint(image, patch, item.appearance.colour, item.appearance.texture, rng)
     image += rng.standard_normal((h, w), np.float32)[..., None] * 2.5
     image = np.clip(np.rint(image), 0, 255).astype(np.uint8)
-    return Scene(image=image, objects=[item for item, _ in placed])
+    return Scene(image=image, objects=[item for item, _ in objects_and_patches])
 
 
 def _place_objects(
     config: SceneConfig, h: int, w: int, count: int, rng: np.random.Generator
 ) -> list[tuple[SceneObject, Patch]] | None:
-    """Draw the appearance and place of all objects; None if one of them does not fit."""
+    """Draw the appearance and position of all objects; None if one of them does not fit."""
     objects: list[SceneObject] = []
     patches: list[Patch] = []
     for _ in range(count):
         appearance = _draw_appearance(config, [item.appearance for item in objects], rng)
-        extent = float(rng.uniform(*(config.small if appearance.size == "small" else config.big)))
+        low, high = config.small if appearance.size == "small" else config.big
+        extent = float(rng.uniform(low, high))
         points = outline(appearance.shape, extent, rng.uniform(-_MAX_ROTATION, _MAX_ROTATION))
         for _ in range(_ATTEMPTS_PER_OBJECT):
             centre = _draw_centre(h, w, points, objects, rng)
             if centre is None:
                 continue
-            outer = *(points.min(axis=0) + centre), *(points.max(axis=0) + centre)
-            if any(box_iou(outer, item.box) > MAX_BOX_IOU for item in objects):
+            x1, y1 = points.min(axis=0) + centre
+            x2, y2 = points.max(axis=0) + centre
+            if any(box_iou((x1, y1, x2, y2), item.box) > MAX_BOX_IOU for item in objects):
                 continue  # before anything is rasterised
             patch = cover(points, centre)
+            fill, _, (x0, y0) = patch
+            patch_height, patch_width = fill.shape
             full = np.zeros((h, w), bool)
-            (x0, y0), (ph, pw) = patch[2], patch[0].shape
-            full[y0 : y0 + ph, x0 : x0 + pw] = patch[0] >= 0.5
-            updated = _put_in_front(objects, SceneObject(appearance, extent, full, full, _tight_box(full)))
+            full[y0 : y0 + patch_height, x0 : x0 + patch_width] = fill >= 0.5
+            new = SceneObject(appearance, extent, full, visible=full, box=_tight_box(full))
+            updated = _put_in_front(objects, new)
             if updated is not None:
                 objects = updated
                 patches.append(patch)
@@ -118,44 +125,48 @@ def _place_objects(
 
 
 def _draw_appearance(config: SceneConfig, earlier: list[Appearance], rng: np.random.Generator) -> Appearance:
+    """Draw an appearance, often one that repeats some attributes of an earlier object."""
     if not earlier or rng.random() >= _REPEATS:
-        return Appearance(**{name: values[rng.integers(len(values))] for name, values in config.values.items()})
+        return Appearance(**{slot: values[rng.integers(len(values))] for slot, values in config.values.items()})
     appearance = earlier[rng.integers(len(earlier))]
     if rng.random() < _REPEATS_ALL:
         return appearance
-    choices = list(config.values.items())
-    for i in rng.permutation(len(choices))[: rng.integers(1, 3)]:
-        name, values = choices[i]
-        others = [value for value in values if value != getattr(appearance, name)]
+    slots = list(config.values)
+    shuffled = rng.permutation(len(slots))
+    for index in shuffled[: rng.integers(1, 3)]:
+        slot = slots[index]
+        others = [value for value in config.values[slot] if value != getattr(appearance, slot)]
         if others:
-            appearance = replace(appearance, **{name: others[rng.integers(len(others))]})
+            appearance = replace(appearance, **{slot: others[rng.integers(len(others))]})
     return appearance
 
 
 def _draw_centre(
     h: int, w: int, points: np.ndarray, objects: list[SceneObject], rng: np.random.Generator
 ) -> tuple[float, float] | None:
-    """A centre (x, y) that keeps the whole outline inside the scene, or None."""
+    """Draw a centre (x, y); None if it does not keep the whole outline inside the scene."""
     margin_x, margin_y = points.max(axis=0) + 2
     if objects and rng.random() < _TOUCHES:
         other = objects[rng.integers(len(objects))]
         x1, y1, x2, y2 = other.box
         reach = (points.max() + other.extent / 2) * rng.uniform(0.6, 1.2)
         angle = rng.uniform(0, 2 * np.pi)
-        x, y = (x1 + x2) / 2 + reach * np.cos(angle), (y1 + y2) / 2 + reach * np.sin(angle)
+        x = (x1 + x2) / 2 + reach * np.cos(angle)
+        y = (y1 + y2) / 2 + reach * np.sin(angle)
     else:
-        x, y = rng.uniform(margin_x, w - margin_x), rng.uniform(margin_y, h - margin_y)
-    inside = margin_x <= x <= w - margin_x and margin_y <= y <= h - margin_y
-    return (float(x), float(y)) if inside else None
+        x = rng.uniform(margin_x, w - margin_x)
+        y = rng.uniform(margin_y, h - margin_y)
+    is_inside = margin_x <= x <= w - margin_x and margin_y <= y <= h - margin_y
+    return (float(x), float(y)) if is_inside else None
 
 
 def _put_in_front(objects: list[SceneObject], new: SceneObject) -> list[SceneObject] | None:
-    """The objects with `new` in front of them all, or None when that hides too much or leaves an unclear contact."""
+    """Put `new` in front of all objects; None when that hides too much or leaves an unclear contact."""
     updated = []
-    reach = _MIN_GAP
-    nx1, ny1, nx2, ny2 = new.box
-    window = (slice(max(ny1 - reach, 0), ny2 + reach), slice(max(nx1 - reach, 0), nx2 + reach))
-    grown = cv2.dilate(new.full[window].view(np.uint8), np.ones((2 * reach + 1,) * 2, np.uint8)) > 0
+    x1, y1, x2, y2 = new.box
+    window = (slice(max(y1 - _MIN_GAP, 0), y2 + _MIN_GAP), slice(max(x1 - _MIN_GAP, 0), x2 + _MIN_GAP))
+    reach = 2 * _MIN_GAP + 1
+    grown = cv2.dilate(new.full[window].view(np.uint8), np.ones((reach, reach), np.uint8)) > 0
     for item in objects:
         overlap = np.count_nonzero(item.full[window] & new.full[window])
         if overlap == 0:
@@ -174,8 +185,9 @@ def _put_in_front(objects: list[SceneObject], new: SceneObject) -> list[SceneObj
             return None
         updated.append(item)
     updated.append(new)
-    is_crowded = any(box_iou(one.box, other.box) > MAX_BOX_IOU for one, other in combinations(updated, 2))
-    return None if is_crowded else updated
+    if any(box_iou(first.box, second.box) > MAX_BOX_IOU for first, second in combinations(updated, 2)):
+        return None
+    return updated
 
 
 def _tight_box(mask: np.ndarray) -> tuple[int, int, int, int]:
@@ -184,12 +196,15 @@ def _tight_box(mask: np.ndarray) -> tuple[int, int, int, int]:
 
 
 def box_iou(a: Sequence[float], b: Sequence[float]) -> float:
-    """IoU of two boxes (x1, y1, x2, y2)."""
-    w, h = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
+    """Return the IoU of two boxes (x1, y1, x2, y2)."""
+    w = min(a[2], b[2]) - max(a[0], b[0])
+    h = min(a[3], b[3]) - max(a[1], b[1])
     if w <= 0 or h <= 0:
         return 0.0
-    inter = w * h
-    return inter / ((a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - inter)
+    intersection = w * h
+    area_a = (a[2] - a[0]) * (a[3] - a[1])
+    area_b = (b[2] - b[0]) * (b[3] - b[1])
+    return intersection / (area_a + area_b - intersection)
 
 
 # How objects and the ground behind them are painted. Coordinates are pixels of the scene, continuous, with the origin
@@ -213,7 +228,7 @@ _PATTERN_PERIOD = 5.6  # pixels; the smallest objects still show three stripes
 
 
 def _regular(corners: int, inner: float | None = None) -> np.ndarray:
-    """Corners of a regular polygon, or of a star when the radius of the inner corners is given."""
+    """Return the corners of a regular polygon, or of a star when the radius of the inner corners is given."""
     count = corners if inner is None else 2 * corners
     angles = -np.pi / 2 + np.arange(count) * 2 * np.pi / count
     radii = np.ones(count)
@@ -235,7 +250,7 @@ OUTLINES: dict[str, np.ndarray] = {  # float64 [corners, 2], at any place and si
 
 
 def outline(shape: str, size: float, angle: float) -> np.ndarray:
-    """Outline of a shape of `OUTLINES` around the centre of its box, float64 [corners, 2], x and y.
+    """Return the outline of a shape of `OUTLINES` around the centre of its box, float64 [corners, 2], x and y.
 
     Args:
         size: longer side of the outline's box after rotation, pixels.
@@ -243,7 +258,8 @@ def outline(shape: str, size: float, angle: float) -> np.ndarray:
     """
     turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
     points = OUTLINES[shape] @ turn.T
-    low, high = points.min(axis=0), points.max(axis=0)
+    low = points.min(axis=0)
+    high = points.max(axis=0)
     return (points - (low + high) / 2) * (size / (high - low).max())
 
 
@@ -251,7 +267,7 @@ Patch = tuple[np.ndarray, np.ndarray, tuple[int, int]]  # see `cover`
 
 
 def cover(points: np.ndarray, centre: tuple[float, float]) -> Patch:
-    """The share of each pixel that an outline covers; its sides are accurate to a quarter of a pixel.
+    """Return the share of each pixel that an outline covers; its sides are accurate to a quarter of a pixel.
 
     Args:
         points: float [corners, 2] outline around its centre, pixels.
@@ -293,7 +309,7 @@ def paint(image: np.ndarray, patch: Patch, colour: str, texture: str, rng: np.ra
 
 
 def _pattern(texture: str, h: int, w: int, rng: np.random.Generator) -> np.ndarray:
-    """Share of the second colour, float32 [h, w]."""
+    """Draw the share of the second colour, float32 [h, w], or [1, 1] when it is the same everywhere."""
     if texture == "plain":
         return np.zeros((1, 1), np.float32)
     period = _PATTERN_PERIOD * rng.uniform(0.92, 1.08)
@@ -308,7 +324,7 @@ def _pattern(texture: str, h: int, w: int, rng: np.random.Generator) -> np.ndarr
 
 
 def paint_background(h: int, w: int, rng: np.random.Generator) -> np.ndarray:
-    """A dull, low-contrast ground of one of four kinds, float32 [h, w, 3], RGB 0..255.
+    """Draw a dull, low-contrast ground of one of four kinds, float32 [h, w, 3], RGB 0..255.
 
     It has little saturation and medium brightness, so that no part of it looks like an object of `RGB`.
     """
@@ -316,7 +332,8 @@ def paint_background(h: int, w: int, rng: np.random.Generator) -> np.ndarray:
     kind = rng.integers(4)
     y, x = np.mgrid[0:h, 0:w].astype(np.float32)
     angle = rng.uniform(0, np.pi)
-    cos, sin = np.float32(np.cos(angle)), np.float32(np.sin(angle))
+    cos = np.float32(np.cos(angle))
+    sin = np.float32(np.sin(angle))
     along = x * cos + y * sin
     if kind == 0:  # clouds
         coarse = cv2.resize(rng.standard_normal((5, 5), np.float32), (w, h), interpolation=cv2.INTER_CUBIC)
@@ -336,9 +353,11 @@ def paint_background(h: int, w: int, rng: np.random.Generator) -> np.ndarray:
 
 # Unambiguous relations between the objects of a scene.
 # All thresholds concern visible pixels.
-BIGGER_SIDE, BIGGER_AREA = 1.15, 1.2  # clearly bigger: the ratios of the longer sides and of the areas, at least
+BIGGER_SIDE = 1.15  # clearly bigger: the ratio of the longer sides, at least
+BIGGER_AREA = 1.2  # and that of the areas
 NOT_BIGGER = 0.95  # clearly not bigger: both ratios, at most
-NEAR, NOT_NEAR = 6.0, 13.0  # clearly near: gap in pixels, at most; clearly not near: at least
+NEAR = 6.0  # clearly near: gap in pixels, at most
+NOT_NEAR = 13.0  # clearly not near: gap in pixels, at least
 CLOSER = 1.3  # clearly closer: the ratio of the distances between centres, at least
 CLOSER_GAP = 4.0  # clearly closer: the difference of the gaps in pixels, at least
 CONTACT = 1.5  # objects that touch: gap in pixels, at most
@@ -386,7 +405,8 @@ class SceneGraph:
         area = np.array([item.area for item in scene.objects], float)
         ratios = np.stack([values[:, None] / values[None] for values in (extent, visible_extent, area)])
         limits = np.array([BIGGER_SIDE, BIGGER_SIDE, BIGGER_AREA])[:, None, None]
-        bigger, not_bigger = (ratios >= limits).all(axis=0), (ratios <= NOT_BIGGER).all(axis=0)
+        bigger = (ratios >= limits).all(axis=0)
+        not_bigger = (ratios <= NOT_BIGGER).all(axis=0)
         return {"bigger": (bigger, not_bigger), "smaller": (bigger.T, not_bigger.T)}
 
     def _overlap_tables(self, scene: Scene) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -406,28 +426,34 @@ class SceneGraph:
         }
 
     def extreme(self, candidates: int, anchor: int, far: bool) -> int | None:
-        """The candidate clearly closest to the anchor, or clearly farthest from it; None when there is none."""
+        """Return the candidate clearly closest to the anchor, or clearly farthest from it; None when there is none."""
         items = members(candidates)
         if not items:
             return None
-        distance, gap = self.distance[anchor], self.gap[anchor]
-        best = (max if far else min)(items, key=lambda i: distance[i])
+        distance = self.distance[anchor]
+        gap = self.gap[anchor]
+        choose = max if far else min
+        best = choose(items, key=lambda index: distance[index])
         for other in items:
             if other == best:
                 continue
-            near_one, far_one = (other, best) if far else (best, other)
-            if distance[far_one] < CLOSER * distance[near_one] or gap[far_one] < gap[near_one] + CLOSER_GAP:
+            nearer, farther = (other, best) if far else (best, other)
+            if distance[farther] < CLOSER * distance[nearer] or gap[farther] < gap[nearer] + CLOSER_GAP:
                 return None
         return best
 
 
 def members(mask: int) -> list[int]:
+    """Return the objects of a bit mask."""
     return [i for i in range(mask.bit_length()) if mask >> i & 1]
 
 
 def _columns(table: np.ndarray) -> list[int]:
-    """bool [n, n] -> n bit masks; bit i of mask j is table[i, j]. The diagonal is left out."""
-    return [sum(1 << int(i) for i in np.flatnonzero(column) if i != j) for j, column in enumerate(table.T)]
+    """Return bool [n, n] as n bit masks; bit i of mask j is table[i, j]. The diagonal is left out."""
+    masks = []
+    for j, column in enumerate(table.T):
+        masks.append(sum(1 << int(i) for i in np.flatnonzero(column) if i != j))
+    return masks
 
 
 def _gaps(scene: Scene) -> np.ndarray:
