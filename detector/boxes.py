@@ -35,7 +35,7 @@ MAX_LOG_SCALE = math.log(1000.0 / 16)  # upper clamp of dw and dh (Detectron2's 
 
 
 def area(boxes: Num[Array, "*R 4"], plus_one: bool = False) -> Num[Array, "*R"]:
-    """Areas of boxes; `plus_one` counts inclusive pixels, (x2 - x1 + 1) * (y2 - y1 + 1)."""
+    """Compute areas of boxes; `plus_one` counts inclusive pixels, (x2 - x1 + 1) * (y2 - y1 + 1)."""
     extra = 1 if plus_one else 0
     return (boxes[..., 2] - boxes[..., 0] + extra) * (boxes[..., 3] - boxes[..., 1] + extra)
 
@@ -61,23 +61,24 @@ def pairwise_iou(
 
 
 def is_larger(boxes: Num[Array, "*R 4"], side: float = 0.0) -> Bool[Array, "*R"]:
-    """Whether both sides of a box exceed `side`."""
+    """Return whether both sides of a box exceed `side`."""
     return (boxes[..., 2] - boxes[..., 0] > side) & (boxes[..., 3] - boxes[..., 1] > side)
 
 
 def is_at_least(boxes: Num[Array, "*R 4"], side: float) -> Bool[Array, "*R"]:
-    """Whether both sides of a box are at least `side` long."""
+    """Return whether both sides of a box are at least `side` long."""
     return (boxes[..., 2] - boxes[..., 0] >= side) & (boxes[..., 3] - boxes[..., 1] >= side)
 
 
 def rescale_detections(
     boxes: Float[Tensor, "R 4"], size: Sequence[int], output_size: Sequence[int]
 ) -> tuple[Float[Tensor, "kept 4"], Int64[Tensor, " kept"]]:
-    """Detections in an image of (height, width) `size`, in pixels of the same image at `output_size`, and their rows.
+    """Rescale detections in an image of (height, width) `size` to `output_size`; return boxes and their rows.
 
     The two axes are scaled separately, boxes are clipped, boxes without area dropped (Detectron2's post-processing).
     """
-    scale_y, scale_x = float(output_size[0]) / float(size[0]), float(output_size[1]) / float(size[1])
+    scale_y = float(output_size[0]) / float(size[0])
+    scale_x = float(output_size[1]) / float(size[1])
     scaled = clip_boxes_to_image(boxes * boxes.new_tensor([scale_x, scale_y, scale_x, scale_y]), output_size)
     rows = is_larger(scaled).nonzero()[:, 0]
     return scaled[rows], rows
@@ -86,12 +87,13 @@ def rescale_detections(
 def encode_deltas(
     boxes: Float[Tensor, "*R 4"], targets: Float[Tensor, "*R 4"], weights: Sequence[float]
 ) -> Float[Tensor, "*R 4"]:
-    """Deltas (dx, dy, dw, dh) that move `boxes` onto `targets` (R-CNN, appendix C), times `weights`.
+    """Compute the deltas (dx, dy, dw, dh) that move `boxes` onto `targets` (R-CNN, appendix C), times `weights`.
 
     The order of the operations is Detectron2's, so that the results are equal bit for bit.
     """
     weights = boxes.new_tensor(weights)
-    sizes, target_sizes = boxes[..., 2:] - boxes[..., :2], targets[..., 2:] - targets[..., :2]
+    sizes = boxes[..., 2:] - boxes[..., :2]
+    target_sizes = targets[..., 2:] - targets[..., :2]
     shifts = (targets[..., :2] + 0.5 * target_sizes) - (boxes[..., :2] + 0.5 * sizes)
     return torch.cat((weights[:2] * shifts / sizes, weights[2:] * torch.log(target_sizes / sizes)), dim=-1)
 
@@ -99,7 +101,7 @@ def encode_deltas(
 def decode_deltas(
     deltas: Float[Tensor, "... deltas"], boxes: Float[Tensor, "... 4"], weights: Sequence[float]
 ) -> Float[Tensor, "... deltas"]:
-    """Boxes moved by their deltas, not clipped to the image; deltas and boxes are broadcast.
+    """Move boxes by their deltas without clipping them to the image; deltas and boxes are broadcast.
 
     They are float32, or float64 where the deltas are. (As in Detectron2, the networks return deltas in float32 under
     mixed precision too.)
@@ -118,7 +120,7 @@ def decode_deltas(
 
 
 def whole_image_boxes(sizes: Int64[Tensor, "N 2"]) -> list[Float32[Tensor, "1 4"]]:
-    """[0, 0, width - 1, height - 1] of each image of (height, width): VL-BERT's box of the whole image."""
+    """Return [0, 0, width - 1, height - 1] of each image of (height, width): VL-BERT's box of the whole image."""
     corner = sizes.flip(1).float() - 1
     return list(torch.cat((torch.zeros_like(corner), corner), dim=1)[:, None])
 
@@ -131,7 +133,7 @@ def prepend(
 
 
 def are_valid(boxes: Num[Tensor, "R 4"]) -> Bool[Tensor, " R"]:
-    """Whether each box is finite and has an area."""
+    """Return whether each box is finite and has an area."""
     return torch.isfinite(boxes).all(dim=1) & is_larger(boxes)
 
 
@@ -167,7 +169,7 @@ def box_regression_loss(
     kind: str,
     smooth_l1_beta: float,
 ) -> Float[Tensor, ""]:
-    """Regression loss of the RPN and the box head, summed over positive boxes as in Detectron2.
+    """Compute the regression loss of the RPN or the box head, summed over positive boxes as in Detectron2.
 
     Args:
         deltas, boxes, targets: predictions, anchors or proposals, and annotated boxes of the positives.
@@ -254,7 +256,7 @@ def nms_per_image(
     is_usable: Bool[Tensor, " J"] | None = None,
     jointly: bool | None = None,
 ) -> list[Int64[Tensor, " _kept"]]:
-    """Non-maximum suppression among the boxes of one image and group; groups are feature maps or classes.
+    """Suppress non-maxima among the boxes of one image and group; groups are feature maps or classes.
 
     On a GPU, one call serves all images (of up to `MAX_JOINT_NMS` boxes together, because its memory grows with their
     square), so the host waits twice and not twice per image. The boxes of each image and group are moved apart, in
@@ -276,18 +278,21 @@ def nms_per_image(
     if not jointly:
         rows_of_images = []
         for number in range(len(sizes)):
-            is_of_image = image == number
-            rows = (is_of_image if is_usable is None else is_of_image & is_usable).nonzero()[:, 0]
+            takes_part = image == number
+            if is_usable is not None:
+                takes_part = takes_part & is_usable
+            rows = takes_part.nonzero()[:, 0]
             rows_of_images.append(rows[batched_nms(boxes[rows], scores[rows], group[rows], threshold)[:limit]])
         return rows_of_images
     side = max(max(size) for size in sizes) + 1
     moved = boxes.double() + ((image * num_groups + group) * side)[:, None]
-    scores, owner = scores.double(), image
+    scores = scores.double()
     if is_usable is not None:  # the others come last, as boxes of one more image
         moved = torch.where(is_usable[:, None], moved, 0.0)  # a box without area overlaps nothing
-        scores, owner = scores.masked_fill(~is_usable, -torch.inf), image.masked_fill(~is_usable, len(sizes))
+        scores = scores.masked_fill(~is_usable, -torch.inf)
+        image = image.masked_fill(~is_usable, len(sizes))
     rows = nms(moved, scores, threshold)
-    owner = owner[rows]
+    owner = image[rows]
     counts = torch.zeros(len(sizes) + 1, dtype=torch.int64, device=rows.device)
     counts = counts.index_add(0, owner, torch.ones_like(owner)).tolist()
     return [part[:limit] for part in rows[owner.argsort(stable=True)].split(counts)[:-1]]

@@ -59,28 +59,28 @@ class TwoStageDetector(Detector):
 
     @abc.abstractmethod
     def features(self, images: ImageBatch) -> FeatureMaps:
-        """Feature maps of the normalised batch, padded further where the backbone needs it (`size_divisibility`)."""
+        """Compute feature maps of the normalised batch, padded further where the backbone needs it."""
 
     def run_rpn(self, features: FeatureMaps) -> Any:
-        """Output of the region proposal network for every anchor."""
+        """Run the region proposal network, which judges every anchor."""
         return self.proposal_generator(features)
 
     def propose(self, rpn_output: Any, sizes: ImageSizes) -> ImageBoxes:
-        """Proposals of each image, best first."""
+        """Return the proposals of each image, best first."""
         return self.proposal_generator.propose(rpn_output, sizes).boxes
 
     def rpn_losses(self, rpn_output: Any, targets: DetectionTargets, sizes: ImageSizes) -> dict[str, Loss]:
-        """`loss_rpn_cls` and `loss_rpn_loc`."""
+        """Compute `loss_rpn_cls` and `loss_rpn_loc`."""
         return self.proposal_generator.losses(rpn_output, targets, sizes)
 
     def sample(self, proposals: ImageBoxes, targets: DetectionTargets, sizes: ImageSizes) -> Any:
-        """RoIs to train the box head on; the result has at least `boxes`, N x [P, 4]."""
+        """Sample RoIs to train the box head on; the result has at least `boxes`, N x [P, 4]."""
         return self.roi_heads.label_and_sample(proposals, targets)
 
     def head_losses(
         self, inputs: Float[Tensor, "J head_dim"], sampled: Any, targets: DetectionTargets
     ) -> dict[str, Loss]:
-        """`loss_cls`, `loss_box_reg` (and `loss_attribute`) from the predictor's inputs of the sampled RoIs."""
+        """Compute `loss_cls`, `loss_box_reg` (and `loss_attribute`) from the predictor's inputs of the sampled RoIs."""
         return self.roi_heads.losses(inputs, sampled, targets)
 
     def describe(
@@ -89,28 +89,31 @@ class TwoStageDetector(Detector):
         rois: Float[Tensor, "J 5"],
         masks: Float[Tensor, "masks rows columns"] | None = None,
     ) -> RoIFeatures:
-        """Features of RoIs; `masks` as in `Detector.forward`."""
+        """Compute features of RoIs; `masks` as in `Detector.forward`."""
         return self.roi_heads.describe(features, rois, masks)
 
     def choose(
         self, predictions: tuple[Float[Tensor, "J K_plus_1"], Tensor], proposals: ImageBoxes, sizes: ImageSizes
     ) -> Detections:
-        """Final boxes from class logits and box deltas ([J, 4 * K], or [J, 4] if class-agnostic) of the proposals."""
+        """Choose final boxes by class logits and box deltas ([J, 4 * K], or [J, 4] if class-agnostic) of proposals."""
         return self.roi_heads.detect(*predictions, proposals, sizes)
 
     @torch.no_grad()
     def detect(
         self, features: FeatureMaps, proposals: ImageBoxes, sizes: ImageSizes
     ) -> tuple[Detections, list[RoIFeatures]]:
-        """Final boxes from proposals, and the features of the proposals that they came from, as in evaluation.
+        """Return final boxes, and the features of the proposals that they came from, as in evaluation.
 
         Nothing is differentiable, so that only some of the hundreds of proposals are in memory at a time.
         """
         with evaluation_mode(self):
             pooled = self.describe(features, to_rois(proposals))
             detections = self.choose(self.roi_heads.box_predictor(pooled.predictor), proposals, sizes)
-        pairs = zip(pooled.split([len(boxes) for boxes in proposals]), detections.proposal_index, strict=True)
-        return detections, [rows.apply(lambda rows, index=index: rows[index]) for rows, index in pairs]
+        pooled_by_image = pooled.split([len(boxes) for boxes in proposals])
+        features_by_image = []
+        for rows, index in zip(pooled_by_image, detections.proposal_index, strict=True):
+            features_by_image.append(rows.apply(lambda values, index=index: values[index]))
+        return detections, features_by_image
 
     def forward(
         self,
@@ -141,7 +144,9 @@ class TwoStageDetector(Detector):
             losses |= self.rpn_losses(rpn_output, targets, sizes)
             sampled = self.sample(self.propose(rpn_output, sizes), targets, sizes)
 
-        groups = {"whole": whole_image_boxes(images.sizes.to(images.pixels.device))} if whole_image else {}
+        groups = {}
+        if whole_image:
+            groups["whole"] = whole_image_boxes(images.sizes.to(images.pixels.device))
         if boxes is not None:
             groups["regions"] = boxes
         elif sampled is None or not self.training:
@@ -180,7 +185,7 @@ class TwoStageDetector(Detector):
     def _describe(
         self, features: FeatureMaps, groups: dict[str, list[Float[Tensor, "_R 4"]]], roi_masks: list[Tensor] | None
     ) -> dict[str, list[RoIFeatures]]:
-        """Features of several groups of N x [R, 4] boxes in one pass; masks belong to the group "regions"."""
+        """Describe several groups of N x [R, 4] boxes in one pass; masks belong to the group "regions"."""
         if not groups:
             return {}
         masks = None
@@ -188,7 +193,9 @@ class TwoStageDetector(Detector):
             masks = []
             for name, boxes in groups.items():
                 for rows, mask in zip(boxes, roi_masks, strict=True):
-                    masks.append(mask if name == "regions" else mask.new_ones(len(rows), *mask.shape[1:]))
+                    if name != "regions":
+                        mask = mask.new_ones(len(rows), *mask.shape[1:])
+                    masks.append(mask)
             masks = torch.cat(masks)
         rois = torch.cat([to_rois(boxes) for boxes in groups.values()])
         pooled = self.describe(features, rois, masks)
@@ -223,8 +230,10 @@ class TwoStageDetector(Detector):
         return dataclasses.replace(regions, scores=scores, classes=classes)
 
     def _check_inputs(self, boxes: ImageBoxes | None, targets: DetectionTargets | None, names: list[str]) -> None:
-        """A GPU waits once, unless something is wrong."""
-        all_boxes = [*(boxes or []), *([] if targets is None else targets.boxes)]
+        """Raise a UserError for invalid boxes or classes; a GPU waits once, unless something is wrong."""
+        all_boxes = [*(boxes or [])]
+        if targets is not None:
+            all_boxes += targets.boxes
         if not all_boxes:
             return
         is_valid = are_valid(torch.cat(all_boxes)).all()
@@ -275,5 +284,8 @@ class FasterRCNN(TwoStageDetector):
 def pad_to_multiple(pixels: Float[Tensor, "N 3 _H _W"], multiple: int) -> Float[Tensor, "N 3 _H _W"]:
     """Add zeros (the mean colour) at the right and the bottom until both sides are multiples of `multiple`."""
     height, width = pixels.shape[-2:]
-    extra = (-width % multiple, -height % multiple)
-    return F.pad(pixels, (0, extra[0], 0, extra[1])) if any(extra) else pixels
+    right = -width % multiple
+    bottom = -height % multiple
+    if not right and not bottom:
+        return pixels
+    return F.pad(pixels, (0, right, 0, bottom))

@@ -51,7 +51,7 @@ class BoxHead(nn.Module):
     """
 
     def __init__(self, config: BoxHeadConfig, in_channels: int, side: int) -> None:
-        """`in_channels` and `side` are those of the RoI maps."""
+        """Create the layers; `in_channels` and `side` are those of the RoI maps."""
         super().__init__()
         self.region_feature = config.region_feature
         self.convs = [f"conv{number}" for number in range(1, config.num_conv + 1)]
@@ -82,8 +82,10 @@ class BoxHead(nn.Module):
             outputs.append(x)
         if self.region_feature == "mean":
             return RoIFeatures(maps.mean(dim=(2, 3)), x)
+        if not outputs:
+            return RoIFeatures(x, x)
         chosen = {"fc6": 0, "fc7": 1, "head": -1}[self.region_feature]
-        return RoIFeatures(outputs[chosen] if outputs else x, x)
+        return RoIFeatures(outputs[chosen], x)
 
 
 class AttributeHead(nn.Module):
@@ -118,14 +120,14 @@ class AttributeHead(nn.Module):
     def attributes(
         self, features: Float[Tensor, "J head_dim"], classes: Int64[Tensor, " J"]
     ) -> Float32[Tensor, "J A_plus_1"]:
-        """Attribute logits of features for the classes 0 .. K (K = background)."""
+        """Compute attribute logits of features for the classes 0 .. K (K = background)."""
         joined = torch.cat((features, self.cls_embedding(classes).to(features.dtype)), dim=1)
         return self.attr_score(F.relu(self.fc_attr(joined))).float()
 
     def attribute_loss(
         self, features: Float[Tensor, "J head_dim"], classes: Int64[Tensor, " J"], labels: Int64[Tensor, "J T"]
     ) -> Loss:
-        """Cross entropy averaged over an object's labels, summed over the foreground RoIs that have any.
+        """Average the cross entropy over an object's labels, and sum it over the foreground RoIs that have any.
 
         Args:
             classes: target class, K = background; its embedding is the head's second input.
@@ -148,7 +150,8 @@ class BoxPredictor(AttributeHead):
         self.config = config
         self.num_classes = config.num_classes
         self.cls_score = nn.Linear(feature_dim, config.num_classes + 1)
-        self.bbox_pred = nn.Linear(feature_dim, 4 * (1 if config.class_agnostic_boxes else config.num_classes))
+        num_boxes = 1 if config.class_agnostic_boxes else config.num_classes
+        self.bbox_pred = nn.Linear(feature_dim, 4 * num_boxes)
         nn.init.normal_(self.cls_score.weight, std=0.01)
         nn.init.normal_(self.bbox_pred.weight, std=0.001)
         nn.init.zeros_(self.cls_score.bias)
@@ -158,7 +161,7 @@ class BoxPredictor(AttributeHead):
     def forward(
         self, features: Float[Tensor, "J head_dim"]
     ) -> tuple[Float32[Tensor, "J K_plus_1"], Float32[Tensor, "J deltas"]]:
-        """Class logits, and box deltas in 4 * K columns (or 4 if class-agnostic)."""
+        """Return class logits, and box deltas in 4 * K columns (or 4 if class-agnostic)."""
         return self.class_logits(features), self.bbox_pred(features).float()
 
 
@@ -186,7 +189,7 @@ class Detections(NamedTuple):
 def mask_maps(
     maps: Float[Tensor, "J D S S"], masks: Float[Tensor, "masks rows columns"] | None
 ) -> Float[Tensor, "J D S S"]:
-    """RoI maps times their masks [J, S, S]; unchanged without masks."""
+    """Multiply RoI maps by their masks [J, S, S]; they are unchanged without masks."""
     if masks is None:
         return maps
     if masks.shape != maps[:, 0].shape:
@@ -210,7 +213,7 @@ class ROIHeads(nn.Module, abc.ABC):
     def _describe(
         self, maps: LevelMaps, rois: Float[Tensor, "J 5"], masks: Float[Tensor, "masks rows columns"] | None
     ) -> RoIFeatures:
-        """`describe` without chunks, from the maps of IN_FEATURES."""
+        """Do as `describe` without chunks, from the maps of IN_FEATURES."""
 
     def describe(
         self,
@@ -232,10 +235,12 @@ class ROIHeads(nn.Module, abc.ABC):
         parts = []
         for rows, numbers in zip(order.split(CHUNK), image.split(CHUNK), strict=True):
             chunk = rois[rows]
-            first, last = int(numbers[0]), int(numbers[-1])
+            first = int(numbers[0])
+            last = int(numbers[-1])
             chunk[:, 0] -= first
             images = [level[first : last + 1] for level in maps]
-            parts.append(self._describe(images, chunk, None if masks is None else masks[rows]))
+            chunk_masks = None if masks is None else masks[rows]
+            parts.append(self._describe(images, chunk, chunk_masks))
         back = order.argsort()
         return RoIFeatures.join(parts).apply(lambda joined: joined[back])
 
@@ -251,10 +256,12 @@ class ROIHeads(nn.Module, abc.ABC):
             if self.config.append_objects:
                 boxes = torch.cat((boxes, objects))
             matched, label = match(pairwise_iou(objects, boxes), self.config.iou_thresholds, self.config.iou_labels)
-            classes = torch.full_like(matched, self.num_classes)
             if len(objects):
                 classes = object_classes[matched].masked_fill(label == 0, self.num_classes)
-            labels.append(label if len(objects) else torch.zeros_like(label))
+            else:
+                classes = torch.full_like(matched, self.num_classes)
+                label = torch.zeros_like(label)
+            labels.append(label)
             images.append((boxes, classes, matched))
         sampled = subsample(labels, self.config.batch_size_per_image, self.config.positive_fraction)
         rows = [torch.cat(pair) for pair in sampled]
@@ -266,7 +273,7 @@ class ROIHeads(nn.Module, abc.ABC):
     def losses(
         self, features: Float[Tensor, "J head_dim"], sampled: SampledRoIs, targets: DetectionTargets
     ) -> dict[str, Loss]:
-        """Losses of the sampled RoIs of all images, divided by their number, from the inputs of the box predictor."""
+        """Compute losses of the sampled RoIs of all images, divided by their number, from the predictor's inputs."""
         config = self.config
         predictor = self.box_predictor
         logits, deltas = predictor(features)
@@ -301,7 +308,7 @@ class ROIHeads(nn.Module, abc.ABC):
         proposals: ImageBoxes,
         sizes: ImageSizes,
     ) -> Detections:
-        """Detectron2's test-time rule: class scores above SCORE_THRESH_TEST, NMS within each class, the best boxes.
+        """Choose boxes as Detectron2 does: class scores above SCORE_THRESH_TEST, NMS within each class, the best boxes.
 
         `logits` and `deltas` are of the proposals of all images, joined.
         """
@@ -314,6 +321,7 @@ class ROIHeads(nn.Module, abc.ABC):
         limits = torch.tensor(sizes, dtype=decoded.dtype).flip(1).to(decoded.device)[image]  # (width, height)
         boxes = decoded[rois, column].clamp(min=0).minimum(limits.repeat(1, 2))
         scores = probabilities[rois, classes]
+        is_usable = is_at_least(boxes, self.config.min_side) if self.config.min_side > 0 else None
         rows_of_images = nms_per_image(
             boxes,
             scores,
@@ -323,7 +331,7 @@ class ROIHeads(nn.Module, abc.ABC):
             num_groups=self.num_classes,
             threshold=self.config.nms_thresh,
             limit=self.config.detections_per_image,
-            is_usable=is_at_least(boxes, self.config.min_side) if self.config.min_side > 0 else None,
+            is_usable=is_usable,
         )
         starts = [sum(len(rows) for rows in proposals[:number]) for number in range(len(proposals))]
         return Detections(
@@ -373,8 +381,11 @@ class StandardROIHeads(ROIHeads):
 
 
 def _take_matched(values: list[Shaped[Tensor, "_G ..."]], sampled: SampledRoIs) -> Shaped[Tensor, "J ..."]:
-    """The values of the matched objects, joined; zeros for images without objects."""
-    pairs = zip(values, sampled.matched, strict=True)
-    return torch.cat(
-        [rows[index] if len(rows) else rows.new_zeros((len(index), *rows.shape[1:])) for rows, index in pairs]
-    )
+    """Join the values of the matched objects; zeros for images without objects."""
+    matched_values = []
+    for rows, index in zip(values, sampled.matched, strict=True):
+        if len(rows):
+            matched_values.append(rows[index])
+        else:
+            matched_values.append(rows.new_zeros((len(index), *rows.shape[1:])))
+    return torch.cat(matched_values)

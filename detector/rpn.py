@@ -33,7 +33,7 @@ from detector.structures import DetectionTargets, FeatureMap, FeatureMaps, Image
 
 
 def make_cell_anchors(sizes: Sequence[float], aspect_ratios: Sequence[float]) -> Float32[Tensor, "cell_anchors 4"]:
-    """Anchors centred on (0, 0), see `AnchorConfig`. Corners are not rounded (torchvision's are)."""
+    """Make anchors centred on (0, 0), see `AnchorConfig`. Corners are not rounded (torchvision's are)."""
     anchors = []
     for size in sizes:
         for ratio in aspect_ratios:
@@ -44,7 +44,7 @@ def make_cell_anchors(sizes: Sequence[float], aspect_ratios: Sequence[float]) ->
 
 
 def configured_cell_anchors(config: AnchorConfig, num_maps: int) -> list[Float32[Tensor, "cell_anchors 4"]]:
-    """CELL_ANCHORS where given, otherwise made from SIZES and ASPECT_RATIOS; one entry per feature map."""
+    """Return CELL_ANCHORS where given, otherwise made from SIZES and ASPECT_RATIOS; one entry per feature map."""
     if config.cell_anchors:
         return list(torch.tensor(config.cell_anchors).chunk(num_maps))
     return [make_cell_anchors(*pair) for pair in config.pairs(num_maps)]
@@ -56,7 +56,7 @@ class AnchorGenerator(nn.Module):
     cell_anchors: Tensor
 
     def __init__(self, cell_anchors: Float32[Tensor, "cell_anchors 4"], stride: int, config: AnchorConfig) -> None:
-        """`stride` is in pixels of the network input per cell.
+        """Keep the cell anchors; `stride` is in pixels of the network input per cell.
 
         The config's `offset` is where the first anchor's centre lies, as a fraction of the stride; `cell_anchors` are
         relative to it.
@@ -131,9 +131,10 @@ class RPNHead(nn.Module):
     def forward(
         self, features: FeatureMap
     ) -> tuple[Float[Tensor, "N cell_anchors h w"], Float[Tensor, "N 4*cell_anchors h w"]]:
-        """Objectness and deltas; the channel of a delta is anchor * 4 + delta."""
+        """Return objectness and deltas; the channel of a delta is anchor * 4 + delta."""
         x = features
-        for conv in self.conv if isinstance(self.conv, nn.Sequential) else [self.conv]:
+        convs = self.conv if isinstance(self.conv, nn.Sequential) else [self.conv]
+        for conv in convs:
             x = F.relu_(conv(x))
         return self.objectness_logits(x), self.anchor_deltas(x)
 
@@ -175,14 +176,14 @@ class RPN(nn.Module):
         finite raises FloatingPointError in training, and is dropped in evaluation, as in Detectron2.
         """
         config = self.config
-        before, after = (
-            (config.pre_nms_topk_train, config.post_nms_topk_train)
-            if self.training
-            else (config.pre_nms_topk_test, config.post_nms_topk_test)
-        )
-        best = [
-            scores.topk(min(before, scores.shape[1]), dim=1) for scores in output.objectness.split(output.counts, 1)
-        ]
+        if self.training:
+            before = config.pre_nms_topk_train
+            after = config.post_nms_topk_train
+        else:
+            before = config.pre_nms_topk_test
+            after = config.post_nms_topk_test
+        logits_of_maps = output.objectness.split(output.counts, 1)
+        best = [logits.topk(min(before, logits.shape[1]), dim=1) for logits in logits_of_maps]
         starts = [sum(output.counts[:number]) for number in range(len(best))]
         scores = torch.cat([level.values for level in best], dim=1)
         index = torch.cat([level.indices + start for level, start in zip(best, starts, strict=True)], dim=1)
@@ -197,9 +198,12 @@ class RPN(nn.Module):
         if config.score_thresh > 0:
             is_usable &= scores.sigmoid() >= config.score_thresh
         image = torch.arange(len(sizes), device=scores.device)[:, None].expand_as(index)
-        columns = [column.flatten(0, 1) for column in (boxes, scores, index)]
+        boxes = boxes.flatten(0, 1)
+        scores = scores.flatten()
+        index = index.flatten()
         rows_of_images = nms_per_image(
-            *columns[:2],
+            boxes,
+            scores,
             image.flatten(),
             levels.flatten(),
             sizes=sizes,
@@ -208,7 +212,11 @@ class RPN(nn.Module):
             limit=after,
             is_usable=is_usable.flatten(),
         )
-        return Proposals(*([column[rows] for rows in rows_of_images] for column in columns))
+        return Proposals(
+            [boxes[rows] for rows in rows_of_images],
+            [scores[rows] for rows in rows_of_images],
+            [index[rows] for rows in rows_of_images],
+        )
 
     @torch.no_grad()
     def label_anchors(
@@ -234,7 +242,7 @@ class RPN(nn.Module):
         return torch.stack(labels), torch.stack(matches)
 
     def losses(self, output: RPNOutput, targets: DetectionTargets, sizes: ImageSizes) -> dict[str, Loss]:
-        """`loss_rpn_cls` and `loss_rpn_loc` of a random, limited set of positive and negative anchors of each image."""
+        """Compute `loss_rpn_cls` and `loss_rpn_loc` of a random, limited set of anchors of each image."""
         labels, matched = self.label_anchors(output.anchors, targets.boxes, sizes)
         num_anchors = len(output.anchors)
         sampled = subsample(list(labels), self.config.batch_size_per_image, self.config.positive_fraction)
@@ -242,7 +250,8 @@ class RPN(nn.Module):
         positive = torch.cat([number * num_anchors + rows for number, (rows, _) in enumerate(sampled)]).sort().values
         negative = torch.cat([number * num_anchors + rows for number, (_, rows) in enumerate(sampled)])
         used = torch.cat((positive, negative)).sort().values
-        image, anchor = positive // num_anchors, positive % num_anchors
+        image = positive // num_anchors
+        anchor = positive % num_anchors
         starts = torch.tensor([0] + [len(boxes) for boxes in targets.boxes[:-1]], device=labels.device).cumsum(0)
         target_boxes = torch.cat(targets.boxes)[starts[image] + matched[image, anchor]]
         loc = box_regression_loss(
@@ -256,8 +265,11 @@ class RPN(nn.Module):
         objectness = output.objectness.flatten()[used]
         is_object = labels.flatten()[used].float()
         cls = F.binary_cross_entropy_with_logits(objectness, is_object, reduction="sum")
-        is_sampled = self.config.loss_normaliser == "sampled"
-        count = cls.new_tensor(float(len(used) if is_sampled else self.config.batch_size_per_image * len(sizes)))
+        if self.config.loss_normaliser == "sampled":
+            number = len(used)
+        else:
+            number = self.config.batch_size_per_image * len(sizes)
+        count = cls.new_tensor(float(number))
         weight = self.config.loss_weight
         return {
             "loss_rpn_cls": Loss(cls * weight, count),

@@ -68,7 +68,7 @@ class Loss:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of nested lists, dicts and dataclasses whose tensors are changed; fields in `on_host` stay as they are."""
+    """Copy nested lists, dicts and dataclasses and change their tensors; fields in `on_host` stay as they are."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, list):
@@ -87,20 +87,21 @@ class Movable:
     on_host: ClassVar[frozenset[str]] = frozenset()  # fields that stay on the CPU; reading them never waits
 
     def to(self, device: torch.device | str):
-        """A copy on a device; the host does not wait for a GPU."""
+        """Return a copy on a device; the host does not wait for a GPU."""
         return map_tensors(self, lambda tensor: tensor.to(device, non_blocking=torch.device(device).type != "cpu"))
 
     def cpu(self):
-        """A copy on the CPU, without gradients. All tensors travel as one, so that a GPU waits once."""
+        """Return a copy on the CPU, without gradients. All tensors travel as one, so that a GPU waits once."""
         tensors: list[Tensor] = []
         map_tensors(self, lambda tensor: tensors.append(tensor) or tensor)
         moved = [tensor for tensor in tensors if tensor.device.type != "cpu"]
         moved.sort(key=lambda tensor: -tensor.element_size())  # every part starts at a multiple of its element size
         flat = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in moved]
-        parts = torch.cat(flat).cpu().split([len(tensor) for tensor in flat]) if flat else ()
-        copies = {
-            id(tensor): part.view(tensor.dtype).view(tensor.shape) for tensor, part in zip(moved, parts, strict=True)
-        }
+        copies = {}
+        if flat:
+            parts = torch.cat(flat).cpu().split([len(tensor) for tensor in flat])
+            for tensor, part in zip(moved, parts, strict=True):
+                copies[id(tensor)] = part.view(tensor.dtype).view(tensor.shape)
         return map_tensors(self, lambda tensor: copies.get(id(tensor), tensor))
 
 
@@ -208,7 +209,7 @@ class Detector(nn.Module, abc.ABC):
         roi_masks: list[Float[Tensor, "_R S S"]] | None = None,
         whole_image: bool = False,
     ) -> Regions:
-        """One backbone pass over all images.
+        """Describe regions of all images in one backbone pass.
 
         Args:
             images: N resized images, which `normalise_images` prepares.
@@ -237,7 +238,7 @@ class PrecomputedDetector(Detector):
 
     @override
     def recompute_activations(self) -> None:
-        """There are no activations to keep."""
+        """Do nothing: there are no activations to keep."""
 
     @override
     def blocks_to_compile(self) -> Sequence[nn.Module]:
@@ -253,7 +254,7 @@ class PrecomputedDetector(Detector):
         roi_masks: list[Float[Tensor, "_R S S"]] | None = None,
         whole_image: bool = False,
     ) -> Regions:
-        """See `Detector.forward`; `boxes` are the boxes that the features belong to, row by row.
+        """Return the features as in `Detector.forward`; `boxes` are those that they belong to, row by row.
 
         The class logits have no column: feature files do not hold them.
         """
@@ -283,7 +284,7 @@ class PrecomputedDetector(Detector):
 
 @contextlib.contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while; afterwards every part is in the mode that it was in."""
+    """Set evaluation mode for a while; afterwards every part is in the mode that it was in."""
     before = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
@@ -300,9 +301,11 @@ class RoIFeatures(NamedTuple):
     predictor: Float[Tensor, "J head_dim"]  # input of the box predictor
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> RoIFeatures:
-        """The same function on both; computed once where both are one tensor."""
+        """Apply a function to both; it is computed once where both are one tensor."""
         region = function(self.region)
-        return RoIFeatures(region, region if self.predictor is self.region else function(self.predictor))
+        if self.predictor is self.region:
+            return RoIFeatures(region, region)
+        return RoIFeatures(region, function(self.predictor))
 
     def split(self, counts: list[int]) -> list[RoIFeatures]:
         regions = self.region.split(counts)
