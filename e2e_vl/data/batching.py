@@ -44,7 +44,7 @@ class Request:
 
 
 def random_generator(seed: int, epoch: int, text: int) -> np.random.Generator:
-    """The random generator for one text in one epoch, independent of workers and order."""
+    """Make the random generator for one text in one epoch, independent of workers and order."""
     return np.random.default_rng([seed, epoch, text])
 
 
@@ -83,7 +83,8 @@ class GroupedBatchSampler(Sampler[list[Request]]):
     ) -> None:
         if not isinstance(groups, TextGroups):
             groups = TextGroups.of_lists(groups)
-        self._texts, starts = groups.texts, groups.starts
+        self._texts = groups.texts
+        self._starts = groups.starts  # where the texts of each group begin in `_texts`
         self.images_per_batch = images_per_batch
         self.texts_per_image = texts_per_image
         self.seed = seed
@@ -91,14 +92,17 @@ class GroupedBatchSampler(Sampler[list[Request]]):
         self.gradient_accumulation_steps = gradient_accumulation_steps if shuffle else 1
         self.rank = rank
         self.world_size = world_size
-        counts = np.diff(starts)
-        parts = np.minimum(counts, 1) if texts_per_image is None else -(-counts // texts_per_image)
-        self.num_groups = int(parts.sum())
-        self._starts = starts  # where the texts of each group begin in `_texts`
+        num_texts = np.diff(self._starts)  # of each group
+        if texts_per_image is None:
+            num_requests = np.minimum(num_texts, 1)
+        else:
+            num_requests = -(-num_texts // texts_per_image)
+        self.num_groups = int(num_requests.sum())
         # per request: its group, and where its texts begin
-        self._group_of = np.repeat(np.arange(len(counts)), parts)
-        number_in_group = np.arange(self.num_groups) - np.repeat(np.cumsum(parts) - parts, parts)
-        self._first = starts[self._group_of] + number_in_group * (texts_per_image or 0)
+        self._group_of = np.repeat(np.arange(len(num_texts)), num_requests)
+        first_request = np.cumsum(num_requests) - num_requests
+        number_in_group = np.arange(self.num_groups) - np.repeat(first_request, num_requests)
+        self._first = self._starts[self._group_of] + number_in_group * (texts_per_image or 0)
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
@@ -112,42 +116,43 @@ class GroupedBatchSampler(Sampler[list[Request]]):
         return -(-self.num_groups // per_step) * self.gradient_accumulation_steps
 
     def __len__(self) -> int:
-        """Number of batches this rank will yield, from `start_batch` to the end of the epoch."""
-        return len(self._own_batches())
+        """Return the number of batches this rank will yield, from `start_batch` to the end of the epoch."""
+        return len(self._batches_of_rank())
 
     def __iter__(self) -> Iterator[list[Request]]:
         order, texts = self._epoch_order()
         share = self.images_per_batch // self.world_size
-        for batch in self._own_batches():
-            first, last = batch * self.images_per_batch, (batch + 1) * self.images_per_batch
+        for batch in self._batches_of_rank():
+            first = batch * self.images_per_batch
             if self.shuffle:
-                first, last = first + self.rank * share, first + (self.rank + 1) * share
-                numbers = order[np.arange(first, last) % len(order)]  # the end is filled up from the start
+                first += self.rank * share
+                numbers = order[np.arange(first, first + share) % len(order)]  # the end is filled up from the start
             else:
-                numbers = order[first:last]
+                numbers = order[first : first + self.images_per_batch]
             yield [self._request(int(number), texts) for number in numbers]
 
     def _request(self, number: int, texts: np.ndarray) -> Request:
-        group, first = int(self._group_of[number]), int(self._first[number])
+        group = int(self._group_of[number])
+        first = int(self._first[number])
         last = int(self._starts[group + 1])
         if self.texts_per_image is not None:
             last = min(last, first + self.texts_per_image)
         return Request(group, tuple(texts[first:last].tolist()), self.epoch)
 
-    def _own_batches(self) -> range:
+    def _batches_of_rank(self) -> range:
         if self.shuffle:
             return range(self.start_batch, self.batches_per_epoch)
         first = self.start_batch + (self.rank - self.start_batch) % self.world_size
         return range(first, self.batches_per_epoch, self.world_size)
 
     def _epoch_order(self) -> tuple[np.ndarray, np.ndarray]:
-        """The order of the requests, and all texts, shuffled within each group."""
+        """Return the order of the requests, and all texts, shuffled within each group."""
         if not self.shuffle:
             return np.arange(self.num_groups), self._texts
         generator = np.random.default_rng([self.seed, self.epoch])
         texts = self._texts.copy()
         for group in np.flatnonzero(np.diff(self._starts) > 1):  # shuffling one text would draw random numbers
-            first, last = self._starts[group], self._starts[group + 1]
+            first, last = self._starts[group : group + 2]
             texts[first:last] = texts[first:last][generator.permutation(last - first)]
         return generator.permutation(self.num_groups), texts
 
@@ -282,7 +287,8 @@ class _Batches(Dataset):
     skip_unreadable: bool = False
 
     def __getitems__(self, requests: list[Request]) -> tuple[Any, list[Unreadable]] | Exception:
-        examples, unreadable = [], []
+        examples: list[EncodedSample] = []
+        unreadable: list[Unreadable] = []
         try:
             for request in requests:
                 try:
@@ -294,7 +300,9 @@ class _Batches(Dataset):
             batch = self.collate(examples) if examples else None
         except (ValueError, OSError) as error:  # raised by readers for bad files and records
             return error
-        return pack(batch) if batch is not None and get_worker_info() is not None else batch, unreadable
+        if batch is not None and get_worker_info() is not None:
+            batch = pack(batch)
+        return batch, unreadable
 
 
 def kill_workers() -> None:
@@ -332,8 +340,11 @@ def collate(
     Returns:
         The batch: N images and M texts in the order of the examples, `image_index` [M, I], padded with -1.
     """
-    images = [image for example in examples for image in example.images]
-    texts = [text for example in examples for text in example.texts]
+    images: list[LoadedImage] = []
+    texts: list[EncodedText] = []
+    for example in examples:
+        images += example.images
+        texts += example.texts
     if pad_to is None and canvas is not None:
         pad_to = canvas_size([image.image_transform.size for image in images], canvas)
     return Batch(
@@ -350,23 +361,31 @@ def collate(
         ),
         roi_masks=_column(images, "roi_masks", "instance masks"),
         masking=_masking(images, texts),
-        phrases=None
-        if any(text.phrases is None for text in texts)
-        else PhraseBatch.join([text.phrases for text in texts]),
+        phrases=_phrases(texts),
         records=[text.record for text in texts],
     )
 
 
+def _phrases(texts: Sequence[EncodedText]) -> PhraseBatch | None:
+    """Join the phrases of the texts; None if any text has none listed."""
+    phrases = [text.phrases for text in texts]
+    if any(text_phrases is None for text_phrases in phrases):
+        return None
+    return PhraseBatch.join(phrases)
+
+
 def canvas_size(sizes: Sequence[tuple[int, int]], canvas: Sequence[int]) -> tuple[int, int]:
-    """Padded (height, width) of a batch whose images each have a canvas of at least (short edge, long edge), in pixels.
+    """Return the padded (height, width) of a batch whose images have a canvas of at least (short, long edge) pixels.
 
     A canvas has the orientation of its image (landscape if the image is square) and grows with a larger image. As in
     the official VL-BERT code on VCR, a batch of landscape images is (short, long), of portrait images (long, short),
     and of both (long, long). If all images have one orientation, a box's features do not depend on the batch.
     """
     short, long = canvas
-    least = [(short, long) if height <= width else (long, short) for height, width in sizes]
-    heights, widths = zip(*sizes, *least, strict=True)
+    minimum_sizes = []
+    for height, width in sizes:
+        minimum_sizes.append((short, long) if height <= width else (long, short))
+    heights, widths = zip(*sizes, *minimum_sizes, strict=True)
     return max(heights), max(widths)
 
 
@@ -393,18 +412,21 @@ def pad_texts(texts: Sequence[EncodedText]) -> TextBatch:
 
 
 def _image_batch(images: Sequence[LoadedImage], pad_to: tuple[int, int] | None) -> ImageBatch:
-    """Pixels and image sizes; only the sizes if features are precomputed."""
-    names, original_sizes = [image.name for image in images], [image.image_transform.original_size for image in images]
+    """Join pixels and image sizes; only the sizes if features are precomputed."""
+    names = [image.name for image in images]
+    original_sizes = [image.image_transform.original_size for image in images]
     features = _column(images, "features", "precomputed features")
     if features is None:
         return make_image_batch([image.pixels for image in images], original_sizes, names, pad_to)
-    whole = _column(images, "image_feature", "a feature of the whole image")
+    image_features = _column(images, "image_feature", "a feature of the whole image")
+    if image_features is not None:
+        image_features = torch.stack(image_features)
     return ImageBatch(
         pixels=torch.zeros(len(images), 3, 0, 0),
         sizes=torch.tensor([image.image_transform.size for image in images]),
         original_sizes=torch.tensor(original_sizes),
         names=names,
-        precomputed=PrecomputedFeatures(features, None if whole is None else torch.stack(whole)),
+        precomputed=PrecomputedFeatures(features, image_features),
     )
 
 
@@ -421,13 +443,15 @@ def _masking(images: Sequence[LoadedImage], texts: Sequence[EncodedText]) -> Mas
 
 def _all_or_none(values: Sequence[Any], images: Sequence[LoadedImage], what: str) -> bool:
     """Return whether each image has a value; raise a UserError if some have one and others do not."""
-    has = [value is not None for value in values]
-    if any(has) and not all(has):
+    has_value = [value is not None for value in values]
+    if any(has_value) and not all(has_value):
+        with_value = images[has_value.index(True)].name
+        without_value = images[has_value.index(False)].name
         raise UserError(
-            f"{images[has.index(True)].name} has {what}, but {images[has.index(False)].name} does not; "
-            "a batch cannot mix box sources or data sets that differ in this"
+            f"{with_value} has {what}, but {without_value} does not; a batch cannot mix box sources or data sets that "
+            "differ in this"
         )
-    return has[0]
+    return has_value[0]
 
 
 def _column(images: Sequence[LoadedImage], field: str, what: str) -> list[Tensor] | None:
@@ -453,19 +477,23 @@ def _detected_labels(images: Sequence[LoadedImage]) -> DetectedLabels:
 
 
 def _image_index(examples: Sequence[EncodedSample]) -> Tensor:
-    """int64 [M, I]: turn image indices within each example into image indices within the batch."""
-    slots = max((len(text.image_index) for example in examples for text in example.texts), default=0) or 1
-    rows, first = [], 0
+    """Return int64 [M, I], the indices of each text's images within the batch, padded with -1."""
+    rows: list[list[int]] = []
+    first = 0  # index of the example's first image
     for example in examples:
         for text in example.texts:
-            rows.append([first + image for image in text.image_index] + [-1] * (slots - len(text.image_index)))
+            rows.append([first + image for image in text.image_index])
         first += len(example.images)
-    return torch.tensor(rows, dtype=torch.int64)
+    slots = max(map(len, rows), default=0) or 1
+    padded = [row + [-1] * (slots - len(row)) for row in rows]
+    return torch.tensor(padded, dtype=torch.int64)
 
 
 def _targets(texts: Sequence[EncodedText]) -> Targets | None:
     [kind] = {type(text.targets) for text in texts}
-    return None if kind is type(None) else kind.join([text.targets for text in texts])
+    if kind is type(None):
+        return None
+    return kind.join([text.targets for text in texts])
 
 
 def _detection_targets(images: Sequence[LoadedImage]) -> DetectionTargets | None:
@@ -520,14 +548,16 @@ class EncodedDataset(Dataset):
         return len(self.dataset)
 
     def fingerprint(self) -> str:
-        """A hash of the records that were read, but of no image: it tells whether a split has changed."""
-        reader = self.loader.box_reader
-        boxes = () if reader is None else reader.contents()
-        return fingerprint(itertools.chain(self.dataset.contents(), boxes))
+        """Return a hash of the records that were read, but of no image: it tells whether a split has changed."""
+        contents = self.dataset.contents()
+        if self.loader.box_reader is not None:
+            contents = itertools.chain(contents, self.loader.box_reader.contents())
+        return fingerprint(contents)
 
     def __getitem__(self, request: Request) -> EncodedSample:
         """Load the request's image once, with all texts of the request."""
-        group, texts = request.group, request.texts
+        group = request.group
+        texts = request.texts
         cause = None
         for _ in range(_BROKEN_IN_A_ROW):
             try:
@@ -548,10 +578,16 @@ class EncodedDataset(Dataset):
                 )
                 if blank is not None:
                     return blank
-            others = (other % len(self.groups) for other in range(group + 1, group + 1 + len(self.groups)))
-            group = next(other for other in others if len(self.groups[other]))
+            group = self._next_group(group)
             texts = tuple(self.groups[group][: len(request.texts)])
         raise UserError(f"{_BROKEN_IN_A_ROW} images in a row cannot be read; check the paths. The last error: {cause}")
+
+    def _next_group(self, group: int) -> int:
+        """Return the next group that has texts; after the last one comes the first."""
+        following = (group + 1) % len(self.groups)
+        while not len(self.groups[following]):
+            following = (following + 1) % len(self.groups)
+        return following
 
     def _read_blank(self, request: Request, texts: tuple[int, ...]) -> EncodedSample | None:
         """Return the texts with a blank image; None if images are not replaced so, or if the size is unknown."""

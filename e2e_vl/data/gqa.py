@@ -136,7 +136,7 @@ class SceneGraph(Record):
 
 
 def find_pieces(path: str | Path) -> list[Path]:
-    """The file, or the parts in which a large file is released: NAME/NAME_0.json, ... for NAME.json."""
+    """Return the file, or the parts in which a large one is released: NAME/NAME_0.json, ... for NAME.json."""
     path = user_path(path)
     if path.is_file():
         return [path]
@@ -144,8 +144,9 @@ def find_pieces(path: str | Path) -> list[Path]:
     numbered = {}
     pieces = files_in(folder, (".json",), deep=False) if folder.is_dir() else []
     for piece in pieces:
-        if found := re.fullmatch(rf"{re.escape(folder.name)}_([0-9]+)", piece.stem):
-            numbered[int(found[1])] = piece
+        match = re.fullmatch(rf"{re.escape(folder.name)}_([0-9]+)", piece.stem)
+        if match is not None:
+            numbered[int(match[1])] = piece
     if not numbered or len(numbered) <= max(numbered):
         raise MissingFileError(
             f"{path} does not exist, and {folder} does not have all parts {folder.name}_0.json, "
@@ -155,14 +156,16 @@ def find_pieces(path: str | Path) -> list[Path]:
 
 
 def read_questions(paths: Iterable[Path]) -> Iterator[GQAQuestion]:
-    """The questions of several files (parts of a split, or several splits), in file order."""
+    """Yield the questions of several files (parts of a split, or several splits), in file order."""
     for path in paths:
         for key, row in stream_dict(path, _FileQuestion):
             question = GQAQuestion(key, row.image_id, row.question, row.is_balanced)
             if row.answer is not None:
                 if row.types is None:
                     raise UserError(f"{path}: question {key} has an answer but no types, which the metrics need")
-                question.answer, question.group, question.entailed = row.answer, row.groups.get("global"), row.entailed
+                question.answer = row.answer
+                question.group = row.groups.get("global")
+                question.entailed = row.entailed
                 question.types = msgspec.structs.asdict(row.types)
                 program = [f"{step.operation}: {step.argument}" for step in row.semantic]
                 question.steps = sum(_NO_STEP.search(step) is None for step in program)
@@ -171,14 +174,14 @@ def read_questions(paths: Iterable[Path]) -> Iterator[GQAQuestion]:
 
 
 def read_entries(paths: Iterable[Path], kind: type) -> SerializedDict:
-    """The `Choices` of every question, or the `SceneGraph` of every image, from one or several files."""
+    """Read the `Choices` of every question, or the `SceneGraph` of every image, from one or several files."""
     paths = list(dict.fromkeys(paths))
     entries = itertools.chain.from_iterable(stream_dict(path, kind) for path in paths)
     return SerializedDict(entries, kind, ", ".join(map(str, paths)))
 
 
 def read_scene_graphs(paths: Iterable[Path]) -> SerializedDict[SceneGraph]:
-    """The scene graph of every image; the number of objects that are no candidate boxes is logged."""
+    """Read the scene graph of every image; the number of objects that are no candidate boxes is logged."""
     paths = list(dict.fromkeys(paths))
 
     def graphs() -> Iterator[tuple[str, SceneGraph]]:
@@ -299,7 +302,7 @@ class GQADataset(RecordDataset):
         return SampleImage(name, file, (graph.height, graph.width), objects)
 
     def text(self, index: int) -> SampleText:
-        """The question, whose truth has what is known of its choices and of the objects that it mentions."""
+        """Return the question, whose truth has what is known of its choices and of the objects that it mentions."""
         question = self.texts[index]
         text = super().text(index)
         if not question.has_score:
@@ -323,4 +326,8 @@ def named_boxes(question: GQAQuestion, graph: SceneGraph) -> list[list[float]]:
 
 
 def _question_files(files: DataFiles, split: str) -> list[Path]:
-    return [piece for name in split_names(split) for piece in find_pieces(files.path("questions", split=name))]
+    """Return the files of questions of one or several splits."""
+    paths: list[Path] = []
+    for name in split_names(split):
+        paths += find_pieces(files.path("questions", split=name))
+    return paths
