@@ -50,8 +50,10 @@ class Recipe:
 
     def generator(self, *names: str | int) -> np.random.Generator:
         """Return a random number generator that depends on the seed and these names and numbers only."""
-        numbers = [name if isinstance(name, int) else zlib.crc32(name.encode()) for name in names]
-        return np.random.default_rng([self.seed, *numbers])
+        seeds = [self.seed]
+        for name in names:
+            seeds.append(name if isinstance(name, int) else zlib.crc32(name.encode()))
+        return np.random.default_rng(seeds)
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,7 @@ class ObjectRecord:
     def from_object(cls, item: SceneObject) -> ObjectRecord:
         """Make the record of a drawn object."""
         x1, y1, x2, y2 = map(float, item.box)
-        width, height = x2 - x1, y2 - y1
-        return cls(item.appearance, [x1, y1, width, height], item.area, polygons(item.visible))
+        return cls(item.appearance, [x1, y1, x2 - x1, y2 - y1], item.area, polygons(item.visible))
 
     @property
     def category_id(self) -> int:
@@ -161,7 +162,7 @@ def polygons(mask: np.ndarray) -> list[list[int]]:
     Returns one flat list x, y, x, y, ... per part. Rasterised by pycocotools they give the mask back exactly; holes are
     left out, because COCO's polygons cannot have any.
     """
-    # In the doubled picture a contour runs through the first or the second half of a pixel; rounding up after halving
+    # In the doubled mask a contour runs through the first or the second half of a pixel; rounding up after halving
     # moves it to the pixel's edge on that side.
     pixels = mask.view(np.uint8)
     x, y, w, h = cv2.boundingRect(pixels)

@@ -125,7 +125,9 @@ class RefCOCOPlusWriter(FormatWriter):
         refs = json.loads(json.dumps(refs))
         (folder / "refs(unc).p").write_bytes(pickle.dumps(refs, protocol=2))  # the newest protocol that Python 2 reads
         if self.recipe.language.no_target:
-            grefs = [ref | {"ann_id": [ref["ann_id"]], "category_id": [ref["category_id"]]} for ref in refs]
+            grefs = []
+            for ref in refs:  # with lists, since an expression of gRefCOCO may be about several objects
+                grefs.append({**ref, "ann_id": [ref["ann_id"]], "category_id": [ref["category_id"]]})
             for scene in scenes:
                 grefs += _without_target(scene, len(grefs))
             write_compact(folder / "grefs(unc).json", grefs)

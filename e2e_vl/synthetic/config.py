@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -14,12 +14,16 @@ from e2e_vl.registry import Config
 Shape = Literal["circle", "square", "triangle", "star", "cross", "diamond"]
 Colour = Literal["red", "yellow", "green", "blue", "purple", "white"]
 Texture = Literal["plain", "striped", "dotted"]
-SHAPES, COLOURS, TEXTURES = (kind.__args__ for kind in (Shape, Colour, Texture))
+SHAPES = get_args(Shape)
+COLOURS = get_args(Colour)
+TEXTURES = get_args(Texture)
 SIZES = ("small", "big")
 Family = Literal["attribute", "superlative", "comparison", "relation"]
 VCRFamily = Literal["colour", "match", "pair"]
 PairFamily = Literal["both", "exactly one", "side", "more", "total"]
-FAMILIES, VCR_FAMILIES, PAIR_FAMILIES = (kind.__args__ for kind in (Family, VCRFamily, PairFamily))
+FAMILIES = get_args(Family)
+VCR_FAMILIES = get_args(VCRFamily)
+PAIR_FAMILIES = get_args(PairFamily)
 _NotEmpty = Meta(min_length=1)
 _Range = tuple[PositiveInt, PositiveInt]  # least and most
 
@@ -39,7 +43,8 @@ class SceneConfig(Config, frozen=True):
 
     def __post_init__(self) -> None:
         has_ranges = self.min_objects <= self.max_objects and self.min_side <= self.max_side
-        if not has_ranges or not 4 <= self.small[0] <= self.small[1] < self.big[0] <= self.big[1] <= self.min_side - 4:
+        has_sizes = 4 <= self.small[0] <= self.small[1] < self.big[0] <= self.big[1] <= self.min_side - 4
+        if not has_ranges or not has_sizes:
             raise UserError(
                 "min_objects and min_side must not exceed max_objects and max_side; small (from 4 up) must be below "
                 f"big, and big below min_side with a margin of 4; found {msgspec.structs.asdict(self)}"
@@ -47,6 +52,7 @@ class SceneConfig(Config, frozen=True):
 
     @property
     def values(self) -> dict[str, tuple[str, ...]]:
+        """What each attribute of an object is drawn from."""
         return {"shape": self.shapes, "colour": self.colours, "texture": self.textures, "size": SIZES}
 
 
@@ -80,7 +86,7 @@ class ImitatedDetectorConfig(Config, frozen=True):
 
 
 class GeneratorConfig(Config, frozen=True):
-    """`data.synthetic.config`."""
+    """The settings in `data.synthetic.config`."""
 
     scene: SceneConfig = SceneConfig()
     language: LanguageConfig = LanguageConfig()

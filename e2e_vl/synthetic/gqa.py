@@ -172,8 +172,9 @@ def _query(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[
         objects=[asked.index],
     )
     other = asked.others[rng.integers(len(asked.others))]
-    entailed = [
-        _make_question(
+    questions = [query]
+    for value, answer in ((asked.value, "yes"), (other, "no")):
+        entailed = _make_question(
             f"is the {asked.thing} {asked.article}{value}",
             answer,
             _YES_OR_NO,
@@ -182,9 +183,8 @@ def _query(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[
             objects=[asked.index],
             balanced=False,
         )
-        for value, answer in ((asked.value, "yes"), (other, "no"))
-    ]
-    return [query, *entailed]
+        questions.append(entailed)
+    return questions
 
 
 def _choose(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[_Question] | None:
@@ -220,8 +220,9 @@ def _logical(graph: SceneGraph, values: Values, rng: np.random.Generator) -> lis
     word = ("and", "or")[rng.integers(2)]
     is_true = bool(rng.random() < 0.5)
     first_exists = is_true
-    # both exist for a true "and", neither exists for a false "or", otherwise one of the two
-    second_exists = is_true if is_true == (word == "and") else not is_true
+    second_exists = is_true
+    if (word, is_true) in (("and", False), ("or", True)):  # one of the two is there
+        second_exists = not first_exists
     if rng.random() < 0.5:
         first_exists, second_exists = second_exists, first_exists
     first = draw_thing(graph, THING_SLOTS[rng.integers(3)], values, first_exists, rng)

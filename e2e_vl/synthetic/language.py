@@ -7,7 +7,7 @@ comparing their sizes and by their relations to each other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import TypeVar
@@ -229,8 +229,12 @@ def as_typed(sentence: str, rng: np.random.Generator) -> str:
 
 T = TypeVar("T")
 _PROPOSALS = 10  # expressions tried per object before the next object is tried
-# Subsets of the slots that a description names, most general first.
-_SUBSETS = tuple(slots for k in range(len(SLOTS) + 1) for slots in combinations(SLOTS, k))
+
+
+def _subsets(slots: Sequence[str], smallest: int) -> Iterator[tuple[str, ...]]:
+    """Yield the subsets of at least `smallest` slots, small ones first."""
+    for size in range(smallest, len(slots) + 1):
+        yield from combinations(slots, size)
 
 
 @dataclass(frozen=True)
@@ -350,7 +354,7 @@ class _Speaker:
             descriptions = []
             unique: dict[frozenset[str], Description] = {}  # by the slots that it names
             minimal = []
-            for slots in _SUBSETS:
+            for slots in _subsets(SLOTS, 0):
                 description = describe(appearance, slots)
                 mask = description.mask(graph)
                 descriptions.append((description, mask))
@@ -450,19 +454,21 @@ def describe(appearance: Appearance, slots: Sequence[str]) -> Description:
 
 def all_descriptions(slots: Sequence[str], values: Values) -> list[Description]:
     """Return all descriptions with exactly these attributes."""
-    combinations_of_values = product(*(values[slot] for slot in slots))
-    return [Description(**dict(zip(slots, combination, strict=True))) for combination in combinations_of_values]
+    descriptions = []
+    for chosen in product(*(values[slot] for slot in slots)):
+        attributes = dict(zip(slots, chosen, strict=True))
+        descriptions.append(Description(**attributes))
+    return descriptions
 
 
 def identify(graph: SceneGraph, slots: Sequence[str], rng: np.random.Generator) -> tuple[int, Description] | None:
     """Draw an object and a description by some of these attributes that fits only it; None if there is none."""
     for index in rng.permutation(graph.count):
         identifying = []
-        for number in range(1, len(slots) + 1):
-            for subset in combinations(slots, number):
-                description = describe(graph.appearances[index], subset)
-                if members(description.mask(graph)) == [index]:
-                    identifying.append(description)
+        for subset in _subsets(slots, 1):
+            description = describe(graph.appearances[index], subset)
+            if members(description.mask(graph)) == [index]:
+                identifying.append(description)
         if identifying:
             return int(index), identifying[rng.integers(len(identifying))]
     return None
