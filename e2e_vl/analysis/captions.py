@@ -39,30 +39,35 @@ class ParsedWord:
 def read_conllu(path: str | Path) -> Iterator[list[ParsedWord]]:
     """Read the sentences of a CoNLL-U file."""
     lines = enumerate(read_text(path).splitlines(), start=1)
-    for is_sentence, group in itertools.groupby(lines, key=lambda row: bool(row[1].strip())):
-        rows = [(number, line.split("\t")) for number, line in group if is_sentence and not line.startswith("#")]
+    for has_text, group in itertools.groupby(lines, key=lambda row: bool(row[1].strip())):
+        if not has_text:  # the empty lines between two sentences
+            continue
+        rows = [(number, line.split("\t")) for number, line in group if not line.startswith("#")]
         if rows:
-            yield _sentence(path, rows)
+            yield _parse_sentence(path, rows)
 
 
-def _sentence(path: str | Path, rows: list[tuple[int, list[str]]]) -> list[ParsedWord]:
+def _parse_sentence(path: str | Path, rows: list[tuple[int, list[str]]]) -> list[ParsedWord]:
+    """Return the words of a sentence, from the numbers and the cells of its lines."""
     words: list[ParsedWord] = []
-    contraction, first, last = "", 0, -1  # the words first .. last are written as one
+    contraction = ""
+    first, last = 0, -1  # the words first .. last are written as the contraction
     for line, cells in rows:
         try:
             number, form, _, _, _, _, governor, relation, _, _ = cells
             if "." in number:  # an empty node, which is not part of the text
                 continue
             if "-" in number:
-                contraction, (first, last) = form, map(int, number.split("-"))
+                contraction = form
+                first, last = map(int, number.split("-"))
                 continue
             position = int(number)
             if position != len(words) + 1:
                 raise ValueError
-            is_inside = first <= position <= last
-            words.append(
-                ParsedWord(contraction if is_inside else form, int(governor) - 1, relation, first < position <= last)
-            )
+            if first <= position <= last:
+                form = contraction
+            is_joined = first < position <= last
+            words.append(ParsedWord(form, int(governor) - 1, relation, is_joined))
         except ValueError as error:
             raise UserError(
                 f"{path}, line {line}: not a word of CoNLL-U (10 columns divided by tabs, words numbered from 1); "
@@ -97,34 +102,38 @@ class Parses:
     @classmethod
     def from_sentences(cls, sentences: Iterable[Sequence[ParsedWord]], origin: str) -> Parses:
         """Index parsed sentences by text; the first of duplicate texts wins."""
-        found: dict[str, tuple[ParsedWord, ...]] = {}
+        by_text: dict[str, tuple[ParsedWord, ...]] = {}
         for words in sentences:
             text = "".join(plain_characters(word.form) for word in words if not word.is_joined)
-            found.setdefault(text, tuple(words))
-        return cls(found, origin)
+            by_text.setdefault(text, tuple(words))
+        return cls(by_text, origin)
 
     def find(self, words: str) -> list[PlacedWord] | None:
-        """The parse of a caption, with the position of each word in the text; None if there is none."""
-        parsed = self.by_text.get(plain_characters(words))
-        if parsed is None:
+        """Return the parse of a caption, with the position of each word in the text; None if there is none."""
+        parsed_words = self.by_text.get(plain_characters(words))
+        if parsed_words is None:
             return None
-        places = [found.span() for found in _CHARACTER.finditer(words)]
-        placed, end = [], 0
-        for word in parsed:
+        character_spans = [match.span() for match in _CHARACTER.finditer(words)]
+        placed_words = []
+        end = 0  # number of characters up to the end of the word
+        for word in parsed_words:
             length = len(plain_characters(word.form))
-            end += 0 if word.is_joined else length
-            span = places[end - length][0], places[end - 1][1]
-            placed.append(PlacedWord(span, word.governor, word.relation))
-        return placed
+            if not word.is_joined:
+                end += length
+            first_character = character_spans[end - length]
+            last_character = character_spans[end - 1]
+            span = (first_character[0], last_character[1])
+            placed_words.append(PlacedWord(span, word.governor, word.relation))
+        return placed_words
 
 
 def plain_characters(text: str) -> str:
-    """A text without whitespace, with Penn Treebank symbols such as -LRB- replaced by the characters they stand for."""
+    """Remove whitespace, and replace Penn Treebank symbols such as -LRB- by the characters they stand for."""
     return "".join(_SYMBOLS.get(character, character) for character in _CHARACTER.findall(text))
 
 
 def read_parses(path: str | Path) -> Parses:
-    """The parses of a CoNLL-U file."""
+    """Read the parses of a CoNLL-U file."""
     return Parses.from_sentences(read_conllu(path), str(path))
 
 
@@ -141,10 +150,14 @@ def parse_with_spacy(texts: Iterable[str], model: str) -> Parses:
         ) from error
     sentences = []
     for document in pipeline.pipe(dict.fromkeys(texts)):
-        kept = [token for token in document if not token.is_space]
-        rows = {token.i: row for row, token in enumerate(kept)}
-        governors = [-1 if token.head.i == token.i else rows.get(token.head.i, -1) for token in kept]
-        sentences.append([ParsedWord(token.text, row, token.dep_) for token, row in zip(kept, governors, strict=True)])
+        tokens = [token for token in document if not token.is_space]
+        rows = {token.i: row for row, token in enumerate(tokens)}
+        words = []
+        for token in tokens:
+            is_root = token.head.i == token.i
+            governor = -1 if is_root else rows.get(token.head.i, -1)
+            words.append(ParsedWord(token.text, governor, token.dep_))
+        sentences.append(words)
     return Parses.from_sentences(sentences, f"spaCy, {model}")
 
 
@@ -181,7 +194,7 @@ class CaptionAnnotations:
 
 @dataclasses.dataclass(frozen=True)
 class CaptionPreprocessor(Preprocessor):
-    """Encodes texts with annotated phrases; with `needs_parses`, a text without a parse is an error."""
+    """The preprocessor of texts with annotated phrases; with `needs_parses`, a text without a parse is an error."""
 
     parses: Parses | None = None
     needs_parses: bool = True
@@ -201,8 +214,9 @@ class CaptionPreprocessor(Preprocessor):
         is_word = encoding.source >= 0
         offsets = np.zeros((len(is_word), 2), np.int64)
         offsets[is_word] = all_offsets[encoding.source[is_word]]
-        caption = self.caption(text, offsets, is_word, all_offsets)
-        yield EncodedText(encoding, text.image_index, {**self.record(text, images, encoding), CAPTION_KEY: caption})
+        record = self.record(text, images, encoding)
+        record = {**record, CAPTION_KEY: self.caption(text, offsets, is_word, all_offsets)}
+        yield EncodedText(encoding, text.image_index, record)
 
     def caption(
         self,
@@ -211,7 +225,7 @@ class CaptionPreprocessor(Preprocessor):
         is_word: Bool[np.ndarray, " L"],
         all_offsets: Int64[np.ndarray, "pieces 2"],
     ) -> CaptionAnnotations:
-        """The phrases and words of a text, aligned with its wordpieces.
+        """Align the phrases and words of a text with its wordpieces.
 
         Args:
             offsets: first character and last character plus one of each wordpiece.
@@ -227,37 +241,42 @@ class CaptionPreprocessor(Preprocessor):
                 f"{self.parses.origin}: the caption '{text.words}' has no parse; give one, or --missing-parse skip."
             )
         # without a parse, split at whitespace
-        words = parsed or [PlacedWord(found.span()) for found in re.finditer(r"\S+", text.words)]
+        words = parsed or [PlacedWord(match.span()) for match in re.finditer(r"\S+", text.words)]
 
-        found = [covered_pieces(offsets, is_word, all_offsets, span) for span in phrases.spans]
-        phrase_rows = [row for row, span in enumerate(found) if span is not None]
-        spans = [covered_pieces(offsets, is_word, all_offsets, word.span) for word in words]
-        kept = [row for row, span in enumerate(spans) if span is not None]
-        new_row = {row: new for new, row in enumerate(kept)}
-        phrase_of = [_phrase_of(word.span, [phrases.spans[row] for row in phrase_rows]) for word in words]
-        # the governor of a head word is outside its phrase
-        is_head = [
-            own_phrase >= 0 and (word.governor < 0 or phrase_of[word.governor] != own_phrase)
-            for word, own_phrase in zip(words, phrase_of, strict=True)
-        ]
+        # phrases and words of which nothing was truncated
+        phrase_pieces = [covered_pieces(offsets, is_word, all_offsets, span) for span in phrases.spans]
+        whole_phrases = [row for row, pieces in enumerate(phrase_pieces) if pieces is not None]
+        word_pieces = [covered_pieces(offsets, is_word, all_offsets, word.span) for word in words]
+        whole_words = [row for row, pieces in enumerate(word_pieces) if pieces is not None]
+
+        phrase_spans = [phrases.spans[row] for row in whole_phrases]
+        phrase_of = [_phrase_of(word.span, phrase_spans) for word in words]
+        is_head = []
+        for word, phrase in zip(words, phrase_of, strict=True):
+            # the governor of a head word is outside its phrase
+            is_governed_inside = word.governor >= 0 and phrase_of[word.governor] == phrase
+            is_head.append(phrase >= 0 and not is_governed_inside)
+        relations = []
+        if parsed is not None:
+            new_row = {row: new for new, row in enumerate(whole_words)}
+            for row in whole_words:
+                word = words[row]
+                if word.governor in new_row:
+                    relations.append(Relation(new_row[word.governor], new_row[row], word.relation))
         return CaptionAnnotations(
             words=text.words,
-            phrases=[text.words[slice(*phrases.spans[row])] for row in phrase_rows],
-            phrase_spans=np.array([found[row] for row in phrase_rows], dtype=np.int64).reshape(-1, 2),
-            boxes=[np.asarray(phrases.boxes[row], dtype=np.float64).reshape(-1, 4) for row in phrase_rows],
-            forms=[text.words[slice(*words[row].span)] for row in kept],
-            word_spans=np.array([spans[row] for row in kept], dtype=np.int64).reshape(-1, 2),
-            phrase_of=[phrase_of[row] for row in kept],
-            is_head=[is_head[row] for row in kept],
-            relations=[
-                Relation(new_row[words[row].governor], new_row[row], words[row].relation)
-                for row in kept
-                if parsed is not None and words[row].governor in new_row
-            ],
+            phrases=[text.words[first:end] for first, end in phrase_spans],
+            phrase_spans=np.array([phrase_pieces[row] for row in whole_phrases], dtype=np.int64).reshape(-1, 2),
+            boxes=[np.asarray(phrases.boxes[row], dtype=np.float64).reshape(-1, 4) for row in whole_phrases],
+            forms=[text.words[slice(*words[row].span)] for row in whole_words],
+            word_spans=np.array([word_pieces[row] for row in whole_words], dtype=np.int64).reshape(-1, 2),
+            phrase_of=[phrase_of[row] for row in whole_words],
+            is_head=[is_head[row] for row in whole_words],
+            relations=relations,
             is_word=is_word,
             is_parsed=parsed is not None,
-            truncated_phrases=len(found) - len(phrase_rows),
-            truncated_words=len(words) - len(kept),
+            truncated_phrases=len(phrase_pieces) - len(whole_phrases),
+            truncated_words=len(words) - len(whole_words),
         )
 
 
@@ -267,10 +286,12 @@ def covered_pieces(
     all_offsets: Int64[np.ndarray, "pieces 2"],
     span: tuple[int, int],
 ) -> tuple[int, int] | None:
-    """The wordpieces that overlap a span of characters; None if any of them was truncated."""
+    """Return the wordpieces that overlap a span of characters; None if any of them was truncated."""
     inside = np.flatnonzero(is_word & _overlaps(offsets, span))
-    is_whole = 0 < len(inside) == np.count_nonzero(_overlaps(all_offsets, span))
-    return (int(inside[0]), int(inside[-1]) + 1) if is_whole else None
+    number_before_truncation = np.count_nonzero(_overlaps(all_offsets, span))
+    if len(inside) == 0 or len(inside) != number_before_truncation:
+        return None
+    return int(inside[0]), int(inside[-1]) + 1
 
 
 def _overlaps(offsets: Int64[np.ndarray, "pieces 2"], span: tuple[int, int]) -> Bool[np.ndarray, " pieces"]:
@@ -278,6 +299,12 @@ def _overlaps(offsets: Int64[np.ndarray, "pieces 2"], span: tuple[int, int]) -> 
 
 
 def _phrase_of(span: tuple[int, int], phrases: Sequence[tuple[int, int]]) -> int:
-    """The shortest phrase in which a word begins."""
-    inside = [row for row, (first, end) in enumerate(phrases) if first <= span[0] < end]
-    return min(inside, key=lambda row: phrases[row][1] - phrases[row][0], default=-1)
+    """Return the row of the shortest phrase in which a word begins; -1: there is none."""
+    begin = span[0]
+    around = [row for row, (first, end) in enumerate(phrases) if first <= begin < end]
+
+    def length(row: int) -> int:
+        first, end = phrases[row]
+        return end - first
+
+    return min(around, key=length, default=-1)

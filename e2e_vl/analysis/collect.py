@@ -1,4 +1,4 @@
-"""Computes all measures over the captions of a split, on any number of processes and in constant memory.
+"""All measures over the captions of a split, computed on any number of processes and in constant memory.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -6,7 +6,6 @@ Shape legend: see `e2e_vl/structures.py`.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import Counter
 from collections.abc import Collection, Sequence
 
@@ -52,53 +51,59 @@ def choose_queries(caption: CaptionAnnotations, options: AnalysisConfig) -> Phra
     "head" is the (first) head word in the parse, read at `options.word_piece`. A phrase has no head word if its caption
     has no parse, or if all its words belong to nested phrases.
     """
-    spans, attends = caption.phrase_spans, np.ones(len(caption.phrases), dtype=bool)
+    has_query = np.ones(len(caption.phrases), dtype=bool)
     if options.entity_piece != "head":
-        return PhraseQueries(spans, attends, options.entity_piece)
-    spans = spans.copy()
+        return PhraseQueries(caption.phrase_spans, has_query, options.entity_piece)
+    spans = caption.phrase_spans.copy()
+    head_words = [row for row, is_head in enumerate(caption.is_head) if is_head]
     for phrase in range(len(caption.phrases)):
-        heads = [row for row, is_head in enumerate(caption.is_head) if is_head and caption.phrase_of[row] == phrase]
-        attends[phrase] = caption.is_parsed and len(heads) > 0
-        if attends[phrase]:
+        heads = [row for row in head_words if caption.phrase_of[row] == phrase]
+        has_query[phrase] = caption.is_parsed and len(heads) > 0
+        if has_query[phrase]:
             spans[phrase] = caption.word_spans[heads[0]]
-    return PhraseQueries(spans, attends, options.word_piece)
+    return PhraseQueries(spans, has_query, options.word_piece)
 
 
 Pair = tuple[int, int, str]  # query word, target word or its phrase, and the relation
 
 
 def share_wordpiece(spans: Int64[np.ndarray, "words 2"], first: int, second: int) -> bool:
-    """Whether two words share a wordpiece."""
-    return bool(max(spans[first, 0], spans[second, 0]) < min(spans[first, 1], spans[second, 1]))
+    """Return whether two words share a wordpiece."""
+    common_begin = max(spans[first, 0], spans[second, 0])
+    common_end = min(spans[first, 1], spans[second, 1])
+    return bool(common_begin < common_end)
 
 
 def list_word_pairs(caption: CaptionAnnotations, options: AnalysisConfig) -> list[Pair]:
     """List both directions of every relation: query word w2, target word w1."""
     pairs = []
     for relation in caption.relations:
-        for source, target, direction in (
-            (relation.dependent, relation.governor, "to its governor"),
-            (relation.governor, relation.dependent, "from its governor"),
-        ):
-            label = relation.label if options.directions == "pooled" else f"{relation.label}, {direction}"
-            pairs.append((source, target, label))
+        label_to = label_from = relation.label
+        if options.directions == "separate":
+            label_to = f"{relation.label}, to its governor"
+            label_from = f"{relation.label}, from its governor"
+        pairs.append((relation.dependent, relation.governor, label_to))
+        pairs.append((relation.governor, relation.dependent, label_from))
     return pairs
 
 
 def list_grounded_pairs(caption: CaptionAnnotations, counted: Sequence[bool], options: AnalysisConfig) -> list[Pair]:
     """List the pairs whose target word w1 is in a counted phrase: query word w2, phrase of w1."""
-    return [
-        (source, caption.phrase_of[target], label)
-        for source, target, label in list_word_pairs(caption, options)
-        if caption.phrase_of[target] >= 0
-        and counted[caption.phrase_of[target]]
-        and (options.phrase_word == "any" or caption.is_head[target])
-    ]
+    pairs = []
+    for source, target, label in list_word_pairs(caption, options):
+        phrase = caption.phrase_of[target]
+        is_counted = phrase >= 0 and counted[phrase]
+        if is_counted and (options.phrase_word == "any" or caption.is_head[target]):
+            pairs.append((source, phrase, label))
+    return pairs
 
 
 # Names of the measures, and the attention block that each needs.
-ENTITIES, RELATIONS = "entity grounding", "syntactic grounding"
-NAMING, GROUPING, DEPENDENCIES = "region naming", "region grouping", "word dependency"
+ENTITIES = "entity grounding"
+RELATIONS = "syntactic grounding"
+NAMING = "region naming"
+GROUPING = "region grouping"
+DEPENDENCIES = "word dependency"
 REQUIRED_BLOCK = {
     ENTITIES: AttentionBlock.WORDS_TO_REGIONS,
     RELATIONS: AttentionBlock.WORDS_TO_REGIONS,
@@ -108,7 +113,9 @@ REQUIRED_BLOCK = {
 }
 ALL = ""  # label of the sums over all relations
 ROUNDING = 1e-6  # tolerance of IoUs
-CONFIDENCE, LARGEST = "highest confidence", "largest region"  # baselines besides "chance"
+# baselines besides "chance"
+CONFIDENCE = "highest confidence"
+LARGEST = "largest region"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,27 +150,30 @@ class AttentionStatistics:
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
     texts: list[TextAttention] = dataclasses.field(default_factory=list)
 
-    def add(self, key: MeasureKey, measured: Measurement, *, per_sentence: bool) -> None:
+    def add(self, key: MeasureKey, measurement: Measurement, *, per_sentence: bool) -> None:
         """Add the examples of one text, if it has any."""
-        if not len(measured):
+        if not len(measurement):
             return
-        zero = HeadSums.zero(*measured.hits.shape[:2], list(measured.baselines))
-        self.sums.setdefault(key, zero).add(measured, per_sentence=per_sentence)
+        layers, heads, _ = measurement.hits.shape
+        zero = HeadSums.zero(layers, heads, list(measurement.baselines))
+        self.sums.setdefault(key, zero).add(measurement, per_sentence=per_sentence)
 
     def merge(self, other: AttentionStatistics) -> None:
         """Add the results of another process."""
         for key, sums in other.sums.items():
-            self.sums.setdefault(key, HeadSums.zero(*sums.hits.shape, list(sums.baselines))).merge(sums)
+            zero = HeadSums.zero(*sums.hits.shape, list(sums.baselines))
+            self.sums.setdefault(key, zero).merge(sums)
         self.counts.update(other.counts)
         self.texts += other.texts
 
     def most_common_relations(self, graph: str, measure: str, options: AnalysisConfig) -> list[str]:
-        """The most common relations of a measure, by descending number of examples."""
-        found = {
-            key.label: sums.examples for key, sums in self.sums.items() if (key.graph, key.measure) == (graph, measure)
-        }
-        found = {label: count for label, count in found.items() if label != ALL and count >= options.min_count}
-        return sorted(found, key=lambda label: (-found[label], label))[: options.max_relations]
+        """Return the most common relations of a measure, by descending number of examples."""
+        counts = {}
+        for key, sums in self.sums.items():
+            is_relation = key.graph == graph and key.measure == measure and key.label != ALL
+            if is_relation and sums.examples >= options.min_count:
+                counts[key.label] = sums.examples
+        return sorted(counts, key=lambda label: (-counts[label], label))[: options.max_relations]
 
 
 @dataclasses.dataclass
@@ -179,11 +189,11 @@ class MeasureInputs:
 
     @property
     def regions(self) -> slice:
-        """Slots of the regions."""
+        """The slots of the regions."""
         return slice(self.length, self.length + len(self.allowed))
 
     def baselines(self, is_correct: Bool[Tensor, "examples R"]) -> dict[str, Float[Tensor, " examples"]]:
-        """Whether the region chosen by each baseline is correct."""
+        """Return whether the region chosen by each baseline is correct."""
         return {name: baseline_hits(score, self.allowed, is_correct) for name, score in self.baseline_scores.items()}
 
 
@@ -204,7 +214,8 @@ def collect_attention(
         keep_texts: indices of the texts whose attention is kept for pictures.
     """
     model.eval()
-    statistics, total = AttentionStatistics(), AttentionStatistics()
+    statistics = AttentionStatistics()  # of this process
+    total = AttentionStatistics()
     hidden = not accelerator.is_local_main_process
     bar = tqdm(loader, desc="attention", unit="batch", leave=False, delay=1, disable=hidden)
     with torch.no_grad(), bar:  # always float32: rounding to lower precision would create ties
@@ -228,14 +239,16 @@ def add_batch(
     regions, text_regions, encoded = model.encode(batch, output_attentions=True)
     scores = regions.scores
     if scores is not None and model.encoder.uses_whole_image:
-        scores = [rows[1:] for rows in scores]
+        scores = [image_scores[1:] for image_scores in scores]
     elif scores is None:
         scores = batch.region_labels.detected.scores
     if scores is None and sorted_boxes and batch.boxes is not None:
-        scores = [-torch.arange(len(rows), device=rows.device, dtype=torch.float32) for rows in batch.boxes]
-    confidence = None if scores is None else text_regions.gather(scores, fill=-torch.inf)
+        scores = [-torch.arange(len(boxes), device=boxes.device, dtype=torch.float32) for boxes in batch.boxes]
+    confidences = [None] * len(batch.records)  # of the regions of each text
+    if scores is not None:
+        confidences = text_regions.gather(scores, fill=-torch.inf)
     for text, record in enumerate(batch.records):
-        inputs = make_inputs(batch, text_regions, text, options, None if confidence is None else confidence[text])
+        inputs = make_inputs(batch, text_regions, text, options, confidences[text])
         maps = {}
         for name, graph in model.encoder.attention_graphs.items():
             maps[name] = torch.stack([encoded.attentions[step][text] for step in graph.steps]).float()
@@ -297,12 +310,13 @@ def add_text(
 ) -> None:
     """Add the measures of one graph on one text."""
     per_sentence = options.mean_over == "sentences"
-    caption, device = inputs.caption, maps.device
+    caption = inputs.caption
+    device = maps.device
     queries = choose_queries(caption, options)
     counted = counted_phrases(inputs, options)
 
-    def put(measure: str, measured: Measurement, label: str = ALL) -> None:
-        statistics.add(MeasureKey(graph_name, measure, label), measured, per_sentence=per_sentence)
+    def put(measure: str, measurement: Measurement, label: str = ALL) -> None:
+        statistics.add(MeasureKey(graph_name, measure, label), measurement, per_sentence=per_sentence)
 
     def measure_grounding(spans: Tensor, correct: Tensor, piece: WordPiece) -> Measurement:
         return entity_grounding(maps, spans, inputs.regions, inputs.allowed, correct, inputs.baselines(correct), piece)
@@ -323,10 +337,11 @@ def add_text(
         return
     words = torch.from_numpy(caption.word_spans).to(device)
 
-    def put_pairs(measure: str, measured: Measurement, labels: Sequence[str]) -> None:
-        put(measure, measured)
+    def put_pairs(measure: str, measurement: Measurement, labels: Sequence[str]) -> None:
+        put(measure, measurement)
         for label in dict.fromkeys(labels):
-            put(measure, measured.select(torch.tensor([one == label for one in labels], device=device)), label)
+            has_label = torch.tensor([pair_label == label for pair_label in labels], device=device)
+            put(measure, measurement.select(has_label), label)
 
     if REQUIRED_BLOCK[RELATIONS] in graph.blocks:
         pairs = list_grounded_pairs(caption, counted.tolist(), options)
@@ -334,9 +349,11 @@ def add_text(
         put_pairs(RELATIONS, measure_grounding(words[source], inputs.is_correct[phrase], options.word_piece), labels)
     if REQUIRED_BLOCK[DEPENDENCIES] in graph.blocks:
         # words that share a wordpiece cannot be told apart
-        pairs = [
-            pair for pair in list_word_pairs(caption, options) if not share_wordpiece(caption.word_spans, *pair[:2])
-        ]
+        pairs = []
+        for pair in list_word_pairs(caption, options):
+            source_word, target_word, _ = pair
+            if not share_wordpiece(caption.word_spans, source_word, target_word):
+                pairs.append(pair)
         source, target, labels = split_pairs(pairs, device)
         put_pairs(DEPENDENCIES, word_dependency(maps, words, target, source, options.word_piece), labels)
 
@@ -344,13 +361,14 @@ def add_text(
 def split_pairs(
     pairs: Sequence[Pair], device: torch.device
 ) -> tuple[Int64[Tensor, " pairs"], Int64[Tensor, " pairs"], list[str]]:
-    """First words, second words (or phrases) and labels of the pairs."""
-    first, second = (torch.tensor([pair[i] for pair in pairs], dtype=torch.int64, device=device) for i in range(2))
+    """Return the first words, the second words (or phrases) and the labels of the pairs."""
+    first = torch.tensor([word for word, _, _ in pairs], dtype=torch.int64, device=device)
+    second = torch.tensor([target for _, target, _ in pairs], dtype=torch.int64, device=device)
     return first, second, [label for _, _, label in pairs]
 
 
 def counted_phrases(inputs: MeasureInputs, options: AnalysisConfig) -> Bool[Tensor, " phrases"]:
-    """The phrases that are measured, see `options.without_box` and `options.without_region`."""
+    """Mark the phrases that are measured, see `options.without_box` and `options.without_region`."""
     has_box = inputs.allowed.new_tensor([len(boxes) > 0 for boxes in inputs.caption.boxes])
     has_region = inputs.is_correct.any(dim=1)
     counted = has_box if options.without_box == "skip" else torch.ones_like(has_box)
@@ -362,8 +380,16 @@ def counted_phrases(inputs: MeasureInputs, options: AnalysisConfig) -> Bool[Tens
 def count_text(counts: Counter[str], inputs: MeasureInputs, options: AnalysisConfig) -> None:
     """Update the counts with one text."""
     caption = inputs.caption
-    has_box = [len(boxes) > 0 for boxes in caption.boxes]
-    has_region = inputs.is_correct.any(dim=1).tolist()
+    without_box = 0
+    without_region = 0  # although they have a box
+    for boxes, has_region in zip(caption.boxes, inputs.is_correct.any(dim=1).tolist(), strict=True):
+        if len(boxes) == 0:
+            without_box += 1
+        elif not has_region:
+            without_region += 1
+    inseparable = 0
+    for relation in caption.relations:
+        inseparable += share_wordpiece(caption.word_spans, relation.governor, relation.dependent)
     counts.update(
         {
             "captions": 1,
@@ -371,13 +397,9 @@ def count_text(counts: Counter[str], inputs: MeasureInputs, options: AnalysisCon
             "phrases": len(caption.phrases) + caption.truncated_phrases,
             "truncated phrases": caption.truncated_phrases,
             "truncated words": caption.truncated_words,
-            "relations skipped in word dependency: the words share a wordpiece": sum(
-                share_wordpiece(caption.word_spans, one.governor, one.dependent) for one in caption.relations
-            ),
-            "phrases without a box": has_box.count(False),
-            "phrases with a box but no correct region": sum(
-                box and not region for box, region in zip(has_box, has_region, strict=True)
-            ),
+            "relations skipped in word dependency: the words share a wordpiece": inseparable,
+            "phrases without a box": without_box,
+            "phrases with a box but no correct region": without_region,
             "candidate regions": int(inputs.allowed.sum()),
         }
     )
@@ -389,6 +411,8 @@ def count_text(counts: Counter[str], inputs: MeasureInputs, options: AnalysisCon
 def choose_texts(groups: Sequence[Sequence[int]], number: int, seed: int) -> list[int]:
     """Choose one random text of each of `number` random images."""
     rng = np.random.default_rng(seed)
-    some = rng.permutation(len(groups))
-    filled = itertools.islice((groups[int(row)] for row in some if len(groups[int(row)])), number)
-    return sorted(int(texts[int(rng.integers(len(texts)))]) for texts in filled)
+    shuffled = [groups[int(row)] for row in rng.permutation(len(groups))]
+    texts = []
+    for group in [group for group in shuffled if len(group)][:number]:
+        texts.append(int(group[int(rng.integers(len(group)))]))
+    return sorted(texts)

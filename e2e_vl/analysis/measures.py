@@ -31,10 +31,10 @@ class Measurement:
     def __len__(self) -> int:
         return self.hits.shape[2]
 
-    def select(self, kept: Bool[Tensor, " examples"]) -> Measurement:
-        """Some of the examples."""
-        baselines = {name: values[kept] for name, values in self.baselines.items()}
-        return Measurement(self.hits[:, :, kept], self.attention[:, :, kept], baselines)
+    def select(self, is_selected: Bool[Tensor, " examples"]) -> Measurement:
+        """Return the measure on some of the examples."""
+        baselines = {name: values[is_selected] for name, values in self.baselines.items()}
+        return Measurement(self.hits[:, :, is_selected], self.attention[:, :, is_selected], baselines)
 
 
 @dataclasses.dataclass
@@ -49,17 +49,17 @@ class HeadSums:
 
     @classmethod
     def zero(cls, layers: int, heads: int, names: Sequence[str]) -> HeadSums:
-        """Sums over no examples."""
-        none = torch.zeros(layers, heads, dtype=torch.float64)
-        return cls(none, none.clone(), dict.fromkeys(names, 0.0))
+        """Return sums over no examples."""
+        zeros = torch.zeros(layers, heads, dtype=torch.float64)
+        return cls(zeros, zeros.clone(), dict.fromkeys(names, 0.0))
 
-    def add(self, measured: Measurement, *, per_sentence: bool = False) -> None:
+    def add(self, measurement: Measurement, *, per_sentence: bool = False) -> None:
         """Add the examples of one text; with `per_sentence` their mean counts once."""
-        number = len(measured)
+        number = len(measurement)
         weight = 1 / number if per_sentence else 1.0
-        self.hits += measured.hits.sum(dim=2).cpu().double() * weight
-        self.attention += measured.attention.cpu().double().sum(dim=2) * weight
-        for name, values in measured.baselines.items():
+        self.hits += measurement.hits.sum(dim=2).cpu().double() * weight
+        self.attention += measurement.attention.cpu().double().sum(dim=2) * weight
+        for name, values in measurement.baselines.items():
             self.baselines[name] += float(values.cpu().double().sum()) * weight
         self.count += 1 if per_sentence else number
         self.examples += number
@@ -75,33 +75,34 @@ class HeadSums:
 
     @property
     def accuracy(self) -> Float[Tensor, "layers heads"]:
-        """Share of hits of each head; 0 without examples."""
+        """The share of hits of each head; 0 without examples."""
         return self.hits / max(self.count, 1)
 
     @property
     def mean_attention(self) -> Float[Tensor, "layers heads"]:
-        """Mean total attention on the allowed choices."""
+        """The mean total attention on the allowed choices."""
         return self.attention / max(self.count, 1)
 
     def baseline_accuracy(self, name: str) -> float:
         return self.baselines[name] / max(self.count, 1)
 
     def best_head(self, allowed: Bool[Tensor, "layers heads"] | None = None) -> tuple[int, int] | None:
-        """Layer and head with the highest accuracy among the allowed heads (None: all); ties go to the first.
+        """Return layer and head with the highest accuracy among the allowed heads (None: all); ties go to the first.
 
-        None without examples, or without an allowed head.
+        It is None without examples, or without an allowed head.
         """
-        allowed = torch.ones_like(self.hits, dtype=torch.bool) if allowed is None else allowed
+        if allowed is None:
+            allowed = torch.ones_like(self.hits, dtype=torch.bool)
         if not self.examples or not allowed.any():
             return None
-        place = int(self.accuracy.masked_fill(~allowed, -1).argmax())
-        return divmod(place, self.hits.shape[1])
+        best = int(self.accuracy.masked_fill(~allowed, -1).argmax())  # of layers and heads in one row
+        return divmod(best, self.hits.shape[1])
 
 
 def attention_from(
     maps: Maps, spans: Int64[Tensor, "queries 2"], piece: str
 ) -> Float[Tensor, "layers heads queries slots"]:
-    """The attention distributions of words or phrases.
+    """Return the attention distributions of words or phrases.
 
     Args:
         spans: first slot and last slot plus one of each word or phrase.
@@ -112,7 +113,8 @@ def attention_from(
         slots = torch.arange(maps.shape[2], device=maps.device)
         inside = ((slots >= first[:, None]) & (slots < end[:, None])).to(maps.dtype)
         return torch.einsum("qs,lhst->lhqt", inside / inside.sum(dim=1, keepdim=True), maps)
-    return maps[:, :, first if piece == "first" else end - 1]
+    query = first if piece == "first" else end - 1
+    return maps[:, :, query]
 
 
 def measure_hits(
@@ -132,9 +134,9 @@ def measure_hits(
     if not allowed.shape[1]:
         hits = torch.zeros(attention.shape[:3], dtype=torch.bool, device=attention.device)
     else:
-        places = seen.argmax(dim=3)  # [layers heads examples]
+        chosen = seen.argmax(dim=3)  # [layers heads examples]
         rows = torch.arange(len(correct), device=correct.device)
-        hits = correct[rows, places]
+        hits = correct[rows, chosen]
     total = (attention * allowed).sum(dim=3)
     return Measurement(hits, total, {**(baselines or {}), "chance": chance.to(attention.dtype)})
 
@@ -142,10 +144,11 @@ def measure_hits(
 def baseline_hits(
     score: Float[Tensor, " choices"], allowed: Bool[Tensor, " choices"], is_correct: Bool[Tensor, "examples choices"]
 ) -> Float[Tensor, " examples"]:
-    """Whether the allowed choice with the highest score is correct for each example; 0 where none is allowed."""
+    """Judge the allowed choice with the highest score in each example: 1 if it is correct; 0 where none is allowed."""
     if not bool(allowed.any()):
         return is_correct.new_zeros(len(is_correct), dtype=torch.float32)
-    return is_correct[:, score.masked_fill(~allowed, -torch.inf).argmax()].float()
+    chosen = score.masked_fill(~allowed, -torch.inf).argmax()
+    return is_correct[:, chosen].float()
 
 
 def entity_grounding(
@@ -157,7 +160,7 @@ def entity_grounding(
     baselines: Mapping[str, Float[Tensor, " examples"]],
     piece: str = "last",
 ) -> Measurement:
-    """How often the region that a phrase attends to most is a correct one.
+    """Measure how often the region that a phrase attends to most is a correct one.
 
     Syntactic grounding is the same with the words w2 as queries and the regions of w1 as correct ones.
 
@@ -176,7 +179,7 @@ def region_naming(
     spans: Int64[Tensor, "entities 2"],
     is_word: Bool[Tensor, " L"],
 ) -> Measurement:
-    """How often the word that an entity's region attends to most is in a phrase that names the entity.
+    """Measure how often the word that an entity's region attends to most is in a phrase that names the entity.
 
     An example is a region that is correct for some phrase; special tokens are not allowed as choices.
     """
@@ -192,12 +195,13 @@ def region_naming(
 def region_grouping(
     maps: Maps, regions: slice, allowed: Bool[Tensor, " R"], is_correct: Bool[Tensor, "entities R"]
 ) -> Measurement:
-    """How often the other region that an entity's region attends to most belongs to the same entity.
+    """Measure how often the other region that an entity's region attends to most belongs to the same entity.
 
     An example is a region of a phrase with at least two correct regions.
     """
     correct = is_correct & allowed
-    phrase, region = (correct & (correct.sum(dim=1, keepdim=True) > 1)).nonzero().unbind(dim=1)
+    has_others = correct.sum(dim=1, keepdim=True) > 1
+    phrase, region = (correct & has_others).nonzero().unbind(dim=1)
     others = torch.arange(len(allowed), device=maps.device) != region[:, None]
     seen = maps[:, :, regions, regions][:, :, region]
     return measure_hits(seen, allowed & others, correct[phrase] & others)
@@ -210,7 +214,7 @@ def word_dependency(
     sources: Int64[Tensor, " examples"],
     piece: str = "last",
 ) -> Measurement:
-    """How often the other word that a word attends to most is the one it is related to.
+    """Measure how often the other word that a word attends to most is the one it is related to.
 
     The attention on a word is the sum over its wordpieces, without special tokens. Words with the same wordpieces are
     one choice, and words that share a wordpiece with the query word are not allowed. The baselines "previous word" and

@@ -16,7 +16,7 @@ WordPiece = Literal["last", "first", "mean"]
 
 
 class AnalysisConfig(msgspec.Struct, frozen=True):
-    """The options of an analysis. The description of each field is its help text."""
+    """The options of an analysis; the description of each field is its help text."""
 
     entity_piece: Annotated[
         Literal["last", "first", "mean", "head"],
@@ -83,14 +83,15 @@ class AnalysisConfig(msgspec.Struct, frozen=True):
             )
 
     def describe(self) -> list[dict[str, Any]]:
-        """`name`, `value`, `default` and `meaning` of each option."""
-        return [
-            {"name": option_flag(name), "value": getattr(self, name), "default": default, "meaning": meaning}
-            for name, _, default, meaning in list_options()
-        ]
+        """Return `name`, `value`, `default` and `meaning` of each option."""
+        descriptions = []
+        for field, _, default, meaning in list_options():
+            value = getattr(self, field)
+            descriptions.append({"name": option_flag(field), "value": value, "default": default, "meaning": meaning})
+        return descriptions
 
     def head_name(self, layer: int, head: int) -> str:
-        """The name of a head in the output, such as "10-1"."""
+        """Return the name of a head in the output, such as "10-1"."""
         return f"{layer + self.first_number}-{head + self.first_number}"
 
 
@@ -103,16 +104,17 @@ def list_options() -> Iterator[tuple[str, Any, Any, str]]:
 
 
 def option_flag(field: str) -> str:
-    """The command-line name of an option."""
+    """Return the command-line name of an option."""
     return "--" + field.replace("_", "-")
 
 
 def parse_head(text: str, first_number: int = 0) -> tuple[str | None, int, int]:
     """Parse "10-1" or "cross:2-0" into graph (or None), layer and head, both counted from 0."""
-    found = re.fullmatch(r"(?:(.+):)?(\d+)-(\d+)", text)
-    if found is None or min(int(found[2]), int(found[3])) < first_number:
+    match = re.fullmatch(r"(?:(.+):)?(\d+)-(\d+)", text)
+    if match is None or min(int(match[2]), int(match[3])) < first_number:
         raise UserError(
             f"--heads has '{text}'; write a head as LAYER-HEAD such as 10-1, or GRAPH:LAYER-HEAD, counted from "
             f"{first_number}."
         )
-    return found[1], int(found[2]) - first_number, int(found[3]) - first_number
+    graph, layer, head = match.groups()
+    return graph, int(layer) - first_number, int(head) - first_number

@@ -1,4 +1,4 @@
-"""Analyzes the attention of a trained run on a split with captions and boxes, and writes the result files."""
+"""The analysis of a trained run's attention on a split with captions and boxes, and its result files."""
 
 from __future__ import annotations
 
@@ -44,25 +44,27 @@ from e2e_vl.terminal import lasting_output
 
 
 def write_page(path: Path, results: AnalysisResults, figures: Mapping[str, bytes], overlays: Sequence[Overlay]) -> Path:
-    """Write the page.
+    """Write the page with all results.
 
     Args:
         figures: content of PNG files by name.
         overlays: pictures, grouped by caption.
     """
+    captions = []
+    for (_, text), overlays_of_text in itertools.groupby(overlays, key=lambda overlay: (overlay.index, overlay.text)):
+        captions.append((text, [(overlay, _encode_overlay(overlay)) for overlay in overlays_of_text]))
     return render(
-        *(path, "attention_page.html.jinja"),
+        path,
+        "attention_page.html.jinja",
         results=results,
         command=typed_command("--run"),
         figures={name: data_uri(content, "png") for name, content in figures.items()},
-        captions=[
-            (text, [(one, _picture(one)) for one in pictures])
-            for (_, text), pictures in itertools.groupby(overlays, key=lambda one: (one.index, one.text))
-        ],
+        captions=captions,
     )
 
 
-def _picture(overlay: Overlay) -> Picture:
+def _encode_overlay(overlay: Overlay) -> Picture:
+    """Return the picture of an overlay for the page, or why there is none."""
     if overlay.file is None:
         return Picture(problem=overlay.problem)
     if overlay.file.suffix == ".png":  # maps of words, which would be illegible in a small picture
@@ -105,6 +107,7 @@ class AnalysisArguments:
 
     @property
     def folder(self) -> Path:
+        """The folder of the result files."""
         return self.output or self.run / RESULTS_FOLDER / file_name(f"{self.split}_{self.boxes}")
 
 
@@ -133,18 +136,23 @@ def analyze_attention(args: AnalysisArguments) -> tuple[AnalysisResults, Path | 
     if args.parses is not None:
         parses = read_parses(args.parses)
     elif args.spacy_model is not None:
-        kind = DATASETS[config.data.name].cls
-        texts = kind.texts_of(*open_options(kind, config.data), args.split)
+        dataset_class = DATASETS[config.data.name].cls
+        texts = dataset_class.texts_of(*open_options(dataset_class, config.data), args.split)
         parses = parse_with_spacy(texts, args.spacy_model)
     examples = caption_examples(config, model, tokenizer, args, parses)
     groups = examples.groups[: args.max_images]
     heads = parse_heads(args.heads, graphs, args.options, model.encoder.config.num_attention_heads)
     box_reader = examples.loader.box_reader
-    found = collect_attention(
-        *(model, make_loader(config, examples, accelerator, max_images=args.max_images), args.options, accelerator),
+    statistics = collect_attention(
+        model,
+        make_loader(config, examples, accelerator, max_images=args.max_images),
+        args.options,
+        accelerator,
         sorted_boxes=box_reader is not None and isinstance(box_reader.of_split(0), DetectedBoxes),
         keep_texts=choose_texts(groups, args.pictures, config.seed),
     )
+    relations = {graph: statistics.most_common_relations(graph, RELATIONS, args.options) for graph in graphs}
+    left_out = {"captions skipped by the data set (whole split)": examples.dataset.left_out}
     results = AnalysisResults(
         run=str(args.run),
         encoder=config.encoder.name,
@@ -154,41 +162,51 @@ def analyze_attention(args: AnalysisArguments) -> tuple[AnalysisResults, Path | 
         parses=None if parses is None else parses.origin,
         options=args.options,
         graphs=graphs,
-        sums=found.sums,
-        counts={**found.counts, "captions skipped by the data set (whole split)": examples.dataset.left_out},
-        relations={graph: found.most_common_relations(graph, RELATIONS, args.options) for graph in graphs},
+        sums=statistics.sums,
+        counts={**statistics.counts, **left_out},
+        relations=relations,
         images=len(groups),
     )
     page = None
     if accelerator.is_main_process:
         with atomic_folder(args.folder.resolve()) as folder:  # replaces an earlier analysis
-            write_results(folder, results, found, heads)
+            write_results(folder, results, statistics, heads)
         page = args.folder.resolve() / RESULTS_PAGE
     accelerator.wait_for_everyone()
     return results, page
 
 
 def write_results(
-    folder: Path, results: AnalysisResults, found: AttentionStatistics, heads: list[AttentionHead]
+    folder: Path, results: AnalysisResults, statistics: AttentionStatistics, heads: list[AttentionHead]
 ) -> None:
+    """Write the tables, figures, pictures and the page of an analysis into a folder.
+
+    Args:
+        heads: those to draw; empty: the best ones.
+    """
     write_json(folder / "attention.json", results.as_json())
     write_tables(folder, results)
     figures: dict[str, bytes] = {}
     for graph in results.graphs:
         if results.get_sums(graph, ENTITIES) is not None:
             figures[f"entities_{graph}.png"] = draw_head_figure(results, graph, ENTITIES)
-        if results.relations[graph]:
-            figures[f"relations_{graph}.png"] = draw_head_figure(results, graph, RELATIONS, results.relations[graph])
+        relations = results.relations[graph]
+        if relations:
+            figures[f"relations_{graph}.png"] = draw_head_figure(results, graph, RELATIONS, relations)
     for name, content in figures.items():
         (folder / name).write_bytes(content)
-    overlays = draw_overlays(folder / "overlays", results, found.texts, heads)
+    overlays = draw_overlays(folder / "overlays", results, statistics.texts, heads)
     write_page(folder / RESULTS_PAGE, results, figures, overlays)
 
 
 def check_results_folder(folder: Path) -> None:
     """Raise an error unless the folder is new or contains an earlier analysis only."""
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if folder.is_file() or not all(any(fnmatch.fnmatchcase(name, one) for one in RESULT_FILES) for name in names):
+    other_names = []
+    if folder.is_dir():
+        for path in folder.iterdir():
+            if not any(fnmatch.fnmatchcase(path.name, pattern) for pattern in RESULT_FILES):
+                other_names.append(path.name)
+    if folder.is_file() or other_names:
         raise UserError(f"{folder} contains files that are not from an analysis; choose another --output.")
 
 
@@ -197,16 +215,19 @@ def split_overrides(overrides: Sequence[str], *, has_data: bool) -> tuple[list[s
 
     Settings in `RUN_SETTINGS` belong to the run, because the model was trained with them.
     """
-    changed = re.compile(rf"data\.(?!({'|'.join(RUN_SETTINGS)})\b)")
-    data_overrides = [word for word in overrides if has_data and changed.match(word)]
-    return [word for word in overrides if word not in data_overrides], data_overrides
+    if not has_data:
+        return list(overrides), []
+    pattern = re.compile(rf"data\.(?!({'|'.join(RUN_SETTINGS)})\b)")
+    data_overrides = [word for word in overrides if pattern.match(word)]
+    run_overrides = [word for word in overrides if not pattern.match(word)]
+    return run_overrides, data_overrides
 
 
 def replace_data(config: RunConfig, path: Path, overrides: list[str]) -> RunConfig:
     """Replace the data of a run's config by those of another config, except for `RUN_SETTINGS`."""
     data = load_config(path, [*overrides, "output=unused"]).data
-    kept = {name: getattr(config.data, name) for name in RUN_SETTINGS}
-    return msgspec.structs.replace(config, data=msgspec.structs.replace(data, **kept))
+    run_settings = {name: getattr(config.data, name) for name in RUN_SETTINGS}
+    return msgspec.structs.replace(config, data=msgspec.structs.replace(data, **run_settings))
 
 
 def caption_examples(
@@ -216,7 +237,7 @@ def caption_examples(
     args: AnalysisArguments,
     parses: Parses | None,
 ) -> EncodedDataset:
-    """The captions of a split as encoder inputs, without masked words."""
+    """Open the captions of a split as encoder inputs, without masked words."""
     # a non-zero loss weight makes the data set read phrases
     with_phrases = msgspec.structs.replace(config, phrases=msgspec.structs.replace(config.phrases, weight=1.0))
     dataset = open_split(with_phrases, args.split, args.boxes, training=False)
