@@ -22,6 +22,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
+from typing_extensions import override
 
 from detector.errors import UserError
 from e2e_vl.data.base import DataFiles, DataNeeds, JoinedSplit, RecordDataset, TextRecord, split_names
@@ -179,17 +180,21 @@ class Flickr30KDataset(RecordDataset):
             self.class_names = self.instances[0].class_names
 
     @classmethod
+    @override
     def texts_of(cls, files: DataFiles, options: Flickr30KDatasetConfig, split: str) -> Iterable[str]:
         return (caption.words for caption in _captions(files, split))
 
+    @override
     def truths(self) -> Iterable[PhraseBoxes]:
         return ()  # they depend on the image annotations
 
+    @override
     def contents(self) -> Iterable[np.ndarray]:
         yield from super().contents()
         yield self.annotated.encoded
         yield from encoded_objects(self.instances, self.image_keys())
 
+    @override
     def image(self, name: str, text: int) -> SampleImage:
         file = self.options.file(self.folder, name)
         annotated = self.annotated[name]
@@ -199,6 +204,7 @@ class Flickr30KDataset(RecordDataset):
         objects = AnnotatedObjects(boxes, str(self.annotations_folder / f"{name}.xml"))
         return SampleImage(name, file, annotated.size, objects)
 
+    @override
     def text(self, index: int) -> SampleText:
         caption = self.texts[index]
         annotated = self.annotated[caption.image_id]

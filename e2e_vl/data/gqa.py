@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from msgspec import field
+from typing_extensions import override
 
 from detector.errors import MissingFileError, UserError, user_path
 from e2e_vl.data.base import DataFiles, DataNeeds, JoinedSplit, RecordDataset, TextRecord, split_names
@@ -87,6 +88,7 @@ class GQAQuestion(TextRecord, array_like=True):
         return self.answer is not None and self.is_balanced
 
     @property
+    @override
     def truth(self) -> StructuredAnswer | None:
         if self.answer is None:
             return None
@@ -268,6 +270,7 @@ class GQADataset(RecordDataset):
         return paths
 
     @classmethod
+    @override
     def texts_of(cls, files: DataFiles, options: GQADatasetConfig, split: str) -> Iterable[str]:
         for question in read_questions(_question_files(files, split)):
             yield question.words
@@ -275,17 +278,20 @@ class GQADataset(RecordDataset):
                 yield question.answer
 
     @classmethod
+    @override
     def answers_of(cls, files: DataFiles, options: GQADatasetConfig, split: str) -> dict[Any, str]:
         """The answers to the balanced questions: the 1,842 answers come from train_balanced+val_balanced."""
         questions = read_questions(_question_files(files, split))
         return {question.id: question.answer for question in questions if question.has_score}
 
+    @override
     def contents(self) -> Iterable[np.ndarray]:
         yield from super().contents()
         yield from encoded_objects(self.instances, self.image_keys())
         if self.scene_graphs is not None:
             yield from map(self.scene_graphs.encoded_item, self.image_ids())
 
+    @override
     def image(self, name: str, text: int) -> SampleImage:
         file = self.options.file(self.folder, name)
         if self.instances:
@@ -301,6 +307,7 @@ class GQADataset(RecordDataset):
         objects = AnnotatedObjects(boxes, f"scene graph of image {name}", ids=ids, names=names)
         return SampleImage(name, file, (graph.height, graph.width), objects)
 
+    @override
     def text(self, index: int) -> SampleText:
         """Return the question, whose truth has what is known of its choices and of the objects that it mentions."""
         question = self.texts[index]

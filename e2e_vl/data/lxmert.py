@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from msgspec import field
+from typing_extensions import override
 
 from detector.errors import UserError
 from e2e_vl.config import BoxSource
@@ -50,6 +51,7 @@ class SourcedSentence(TextRecord, array_like=True):
         return f"{self.image_id}_{self.source}_{self.number:03d}"
 
     @property
+    @override
     def truth(self) -> ScoredAnswers | None:
         return None if self.label is None else ScoredAnswers(self.label)
 
@@ -69,6 +71,7 @@ class ScoredQuestion(TextRecord):
     answer_type: str | None = None
 
     @property
+    @override
     def truth(self) -> ScoredAnswers | None:
         return None if self.label is None else ScoredAnswers(self.label)
 
@@ -89,10 +92,12 @@ class ListedPair(TextRecord):
     label: Literal[0, 1] | None = None  # 1 = true; None: the file has no labels
 
     @property
+    @override
     def image_names(self) -> tuple[str, ...]:
         return self.img0, self.img1
 
     @property
+    @override
     def truth(self) -> CorrectChoice | None:
         return None if self.label is None else CorrectChoice(self.label)
 
@@ -132,6 +137,7 @@ class LXMERTDataset(RecordDataset):
         return list(stream_list(path, cls.record))
 
     @classmethod
+    @override
     def texts_of(cls, files: DataFiles, options: ImageSetsConfig, split: str) -> Iterable[str]:
         return [text.words for text in cls._read_splits(files, options, split)]
 
@@ -140,6 +146,7 @@ class LXMERTDataset(RecordDataset):
         for name in split_names(split):
             yield from cls.read(files.path(cls.key, **options.values(name)), options)
 
+    @override
     def image(self, name: str, text: int) -> SampleImage:
         folder = self.folders[self.split_index(text)] if self.folders else Path()
         return SampleImage(name, self.options.file(folder, name), image_aliases=aliases_of_id(name))
@@ -155,6 +162,7 @@ class ImageSentenceDataset(LXMERTDataset):
     is_pool = True
 
     @classmethod
+    @override
     def read(cls, path: Path, options: ImageSentenceDatasetConfig) -> list[SourcedSentence]:
         """Read the sentences about each image, with sources in file order."""
         records: list[SourcedSentence] = []
@@ -181,10 +189,12 @@ class ScoredQuestionDataset(LXMERTDataset):
     record = ScoredQuestion
 
     @classmethod
+    @override
     def texts_of(cls, files: DataFiles, options: ImageSetsConfig, split: str) -> Iterable[str]:
         return [*super().texts_of(files, options, split), *cls.answers_of(files, options, split).values()]
 
     @classmethod
+    @override
     def answers_of(cls, files: DataFiles, options: ImageSetsConfig, split: str) -> dict[Any, str]:
         questions = cls._read_splits(files, options, split)
         return {question.id: max(question.label, key=question.label.get) for question in questions if question.label}

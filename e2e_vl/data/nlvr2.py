@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 from msgspec import Meta, field
+from typing_extensions import override
 
 from detector.errors import UserError
 from e2e_vl.data.base import DataFiles, DataNeeds, JoinedSplit, RecordDataset, TextRecord, split_names
@@ -40,12 +41,14 @@ class PairStatement(TextRecord):
     family: str | None = None  # kind of statement, in synthetic data only
 
     @property
+    @override
     def image_names(self) -> tuple[str, ...]:
         """Names of the left and the right image, without suffix: the identifier up to its sentence, plus the side."""
         pair = self.id.rpartition("-")[0]
         return f"{pair}-img0", f"{pair}-img1"
 
     @property
+    @override
     def truth(self) -> CorrectChoice | None:
         return None if self.label is None else CorrectChoice(LABELS.index(self.label))
 
@@ -98,11 +101,13 @@ class NLVR2Dataset(RecordDataset):
                     raise UserError(f"{path}: no image is named {name}; use the instances file of these pairs")
 
     @classmethod
+    @override
     def texts_of(cls, files: DataFiles, options: NLVR2DatasetConfig, split: str) -> Iterable[str]:
         for name in split_names(split):
             for example in read_examples(files.path("examples", split=name)):
                 yield example.words
 
+    @override
     def contents(self) -> Iterable[np.ndarray]:
         yield from super().contents()
         if self.instances:
@@ -110,6 +115,7 @@ class NLVR2Dataset(RecordDataset):
                 instances = self.instances[split_index]
                 yield instances.encoded(self._ids_of_names[instances.path][name])
 
+    @override
     def image(self, name: str, text: int) -> SampleImage:
         example = self.texts[text]
         split_index = self.split_index(text)

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from typing_extensions import override
 
 from detector.errors import UserError, user_path
 from detector.io import convert, read_json, read_pickle
@@ -81,6 +82,7 @@ class Expression(TextRecord, array_like=True):
         return self.sent_id
 
     @property
+    @override
     def truth(self) -> ReferredBoxes:
         return ReferredBoxes(self.boxes, self.ann_ids, self.category)
 
@@ -202,6 +204,7 @@ class RefCOCODataset(RecordDataset):
         self.class_names = self.instances.class_names
 
     @classmethod
+    @override
     def texts_of(cls, files: DataFiles, options: NoDatasetConfig, split: str) -> Iterable[str]:
         """Yield all expressions of a split."""
         for ref in read_refs(files.path("refs")):
@@ -209,13 +212,16 @@ class RefCOCODataset(RecordDataset):
                 for sentence in ref.expressions:
                     yield sentence.sent
 
+    @override
     def contents(self) -> Iterable[np.ndarray]:
         yield from super().contents()
         yield from map(self.instances.encoded, self.image_ids())
 
+    @override
     def image(self, name: str, text: int) -> SampleImage:
         return self.instances.sample_image(name, self.folder / self.instances[name].file_name)
 
+    @override
     def text(self, index: int) -> SampleText:
         expression = self.texts[index]
         if self.phrases is None:

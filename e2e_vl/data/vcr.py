@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from msgspec import Meta
+from typing_extensions import override
 
 from detector.errors import UserError
 from detector.io import read_json
@@ -243,6 +244,7 @@ class VCRDataset(VLDataset):
         return self.options.question == "answer"
 
     @classmethod
+    @override
     def texts_of(cls, files: DataFiles, options: VCRDatasetConfig, split: str) -> Iterable[str]:
         """Yield all sentences of a split, with objects replaced by their class names."""
         for question in read_questions(files.path("questions", split=split)):
@@ -256,14 +258,17 @@ class VCRDataset(VLDataset):
                 yield " ".join(words)
 
     @classmethod
+    @override
     def class_names_of(cls, options: VCRDatasetConfig) -> Sequence[str]:
         return options.class_names
 
     @classmethod
+    @override
     def accepts_answer(cls, options: VCRDatasetConfig) -> bool:
         return options.question == "rationale"
 
     @classmethod
+    @override
     def select_candidates(cls, sample: Sample, options: VCRDatasetConfig) -> Sample:
         image = sample.images[0]
         text = sample.texts[0]
@@ -276,15 +281,19 @@ class VCRDataset(VLDataset):
         """Return the number of text indices."""
         return len(self.questions) * self.per_question
 
+    @override
     def image_locations(self) -> Iterable[tuple[Path, str]]:
         return ((self.folder, question.img_fn) for question in self.questions)
 
+    @override
     def contents(self) -> Iterable[np.ndarray]:
         yield self.questions.encoded
 
+    @override
     def truths(self) -> Iterable[CorrectChoice | None]:
         return (self._text(index).truth for index in range(len(self)))
 
+    @override
     def sample(self, texts: Sequence[int]) -> Sample:
         question = self.questions[texts[0] // self.per_question]
         size, objects = read_metadata(self.folder / question.metadata_fn, question)

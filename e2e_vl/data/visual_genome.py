@@ -22,6 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from detector.errors import UserError
 from e2e_vl.config import BoxSource
@@ -112,6 +113,7 @@ class GenomeText(TextRecord, array_like=True):
     box: FourNumbers | None = None  # xyxy, of the region
 
     @property
+    @override
     def truth(self) -> CorrectAnswer | None:
         return None if self.answer is None else CorrectAnswer(self.answer)
 
@@ -306,20 +308,24 @@ class VisualGenomeDataset(RecordDataset):
         return PhraseBoxes(((0, len(text.words)),), (np.array([text.box]),))
 
     @classmethod
+    @override
     def texts_of(cls, files: DataFiles, options: VisualGenomeDatasetConfig, split: str) -> Iterable[str]:
         return (text.words for text in READERS[options.texts](files.path(options.texts, split=split)))
 
     @classmethod
+    @override
     def answers_of(cls, files: DataFiles, options: VisualGenomeDatasetConfig, split: str) -> dict[Any, str]:
         if options.texts != "questions":
             return super().answers_of(files, options, split)
         return {text.id: text.answer for text in read_genome_questions(files.path("questions", split=split))}
 
+    @override
     def contents(self) -> Iterable[np.ndarray]:
         yield from super().contents()
         if self.graphs is not None:
             yield self.graphs.encoded
 
+    @override
     def image(self, name: str, text: int) -> SampleImage:
         image = self.images[name]
         folder = ""
@@ -331,6 +337,7 @@ class VisualGenomeDataset(RecordDataset):
         file = self.folder / folder / f"{name}.jpg"
         return SampleImage(name, file, (image.height, image.width), image_aliases=tuple(aliases))
 
+    @override
     def text(self, index: int) -> SampleText:
         phrases = self._phrases(self.texts[index]) if self.has_phrases else None
         return dataclasses.replace(super().text(index), phrases=phrases)

@@ -20,6 +20,7 @@ from typing import Annotated, Any
 
 import numpy as np
 from msgspec import Meta
+from typing_extensions import override
 
 from detector.errors import UserError
 from detector.io import read_json
@@ -90,6 +91,7 @@ class VQAQuestion(TextRecord, array_like=True):
     question_type: str | None = None  # one of 65 prefixes, such as "how many"
 
     @property
+    @override
     def truth(self) -> HumanAnswers | None:
         return None if self.answers is None else HumanAnswers(self.answers, self.most_frequent)
 
@@ -174,12 +176,14 @@ class VQADataset(RecordDataset):
             self.class_names = self.instances[0].class_names
 
     @classmethod
+    @override
     def texts_of(cls, files: DataFiles, options: VQADatasetConfig, split: str) -> Iterable[str]:
         for name in split_names(split):
             for question in _read_split(files, name, annotated=True):
                 yield from (question.words, question.most_frequent)
 
     @classmethod
+    @override
     def answers_of(cls, files: DataFiles, options: VQADatasetConfig, split: str) -> dict[Any, str]:
         answers: dict[Any, str] = {}
         for name in split_names(split):
@@ -187,10 +191,12 @@ class VQADataset(RecordDataset):
                 answers[question.id] = question.most_frequent
         return answers
 
+    @override
     def contents(self) -> Iterable[np.ndarray]:
         yield from super().contents()
         yield from encoded_objects(self.instances, self.image_keys())
 
+    @override
     def image(self, name: str, text: int) -> SampleImage:
         split_index = self.split_index(text)
         file = self.options.file(self.folders[split_index], name, images=self.split_values[split_index]["images"])

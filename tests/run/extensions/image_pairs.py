@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from typing_extensions import override
+
 from e2e_vl.config import BoxSource
 from e2e_vl.data.base import DataFiles, DataNeeds, VLDataset
 from e2e_vl.data.coco import CocoInstances
@@ -29,15 +31,18 @@ class PairDataset(VLDataset):
         self.groups = [[2 * number, 2 * number + 1] for number in range(len(self.pairs))]
 
     @classmethod
+    @override
     def texts_of(cls, files: DataFiles, options: NoDatasetConfig, split: str) -> Iterable[str]:
         return [_statement(shape) for shape in SHAPES]
 
     def __len__(self) -> int:
         return len(SHAPES) * len(self.pairs)
 
+    @override
     def image_ids(self) -> Iterable[str]:
         return (str(first) for first, _ in self.pairs)
 
+    @override
     def sample(self, texts: Sequence[int]) -> Sample:
         pair = self.pairs[texts[0] // len(SHAPES)]
         return Sample(tuple(map(self._image, pair)), tuple(self._text(index, pair) for index in texts))

@@ -70,12 +70,15 @@ class StatementTask(Task):
         self.output = nn.Linear(summary_size, 2)
 
     @classmethod
+    @override
     def build(cls, sizes: Sizes, config: StatementConfig) -> Self:
         return cls(sizes.summary_size, config)
 
+    @override
     def preprocessor(self, text_tokenizer: TextTokenizer) -> StatementPreprocessor:
         return StatementPreprocessor(text_tokenizer)
 
+    @override
     def question(self, question: Question) -> Sample:
         return question.sample(SampleText(0, question.text, {}, image_index=(0, 1)))
 
@@ -87,15 +90,19 @@ class StatementTask(Task):
             losses["statement"] = Loss(total, logits.new_tensor(float(len(logits))))
         return TaskOutput(losses=losses, logits=logits)
 
+    @override
     def predict(self, output: ModelOutput) -> list[StatementPrediction]:
         shares = output.task.logits.softmax(dim=1)[:, 1].tolist()
         return [self.prediction(record, true=share) for record, share in zip(output.batch.records, shares, strict=True)]
 
+    @override
     def correctness(self, prediction: StatementPrediction) -> float:
         return float((prediction.true > 0.5) == prediction.label)
 
+    @override
     def metrics(self, predictions: list[StatementPrediction]) -> dict[str, float]:
         return {"accuracy": sum(map(self.correctness, predictions)) / len(predictions)}
 
+    @override
     def answer_lines(self, prediction: StatementPrediction) -> list[str]:
         return [f"{prediction.true:.3f}  true"]
