@@ -319,7 +319,7 @@ def ignore_signals(worker: int) -> None:
 
 
 def _identity(loaded: Any) -> Any:
-    """The `collate_fn` for `_Batches`, which are already collated."""
+    """Return the `collate_fn` for `_Batches`, which are already collated."""
     return loaded
 
 

@@ -26,7 +26,7 @@ class ImageNamesConfig(Config, frozen=True):
     image_name: ImageName = "{id}.jpg"
 
     def file(self, folder: Path, image_id: str, **values: str) -> Path:
-        """The file of an image; `values` fill in the other placeholders."""
+        """Return the file of an image; `values` fill in the other placeholders."""
         return folder / self.image_name.format(id=image_id, **values)
 
 
@@ -130,7 +130,7 @@ class ImageSetsConfig(ImageNamesConfig, frozen=True):
     first_rows: dict[str, PositiveInt] = {}
 
     def values(self, split: str) -> dict[str, str]:
-        """The placeholder values of a split."""
+        """Return the placeholder values of a split."""
         return {"split": split, "images": self.image_sets.get(split, split)}
 
 

@@ -131,7 +131,7 @@ class SceneGraph(Record):
     objects: dict[str, SceneObject]
 
     def shows(self, key: str) -> bool:
-        """Whether the box of an object has an area, and reaches into the image."""
+        """Return whether the box of an object has an area, and reaches into the image."""
         x1, y1, x2, y2 = self.objects[key].corners
         has_area = x1 < x2 and y1 < y2
         return has_area and has_part_inside((x1, y1, x2, y2), self.width, self.height)
@@ -261,7 +261,7 @@ class GQADataset(RecordDataset):
                         )
 
     def _paths_for_metrics(self, files: DataFiles, key: str, left_out: str) -> list[Path]:
-        """The file of each split for the metrics; none if one is missing, because a metric needs all of them."""
+        """Return the file of each split for the metrics; none if one is missing, because a metric needs all of them."""
         paths = [files.path(key, **values) for values in self.split_values]
         missing = [path for path in paths if not path.is_file()]
         if missing:  # released for train and val only
@@ -280,7 +280,7 @@ class GQADataset(RecordDataset):
     @classmethod
     @override
     def answers_of(cls, files: DataFiles, options: GQADatasetConfig, split: str) -> dict[Any, str]:
-        """The answers to the balanced questions: the 1,842 answers come from train_balanced+val_balanced."""
+        """Return the answers to the balanced questions: the 1,842 answers come from train_balanced+val_balanced."""
         questions = read_questions(_question_files(files, split))
         return {question.id: question.answer for question in questions if question.has_score}
 
@@ -324,7 +324,7 @@ class GQADataset(RecordDataset):
 
 
 def named_boxes(question: GQAQuestion, graph: SceneGraph) -> list[list[float]]:
-    """Boxes of the objects mentioned in a question and its full answer: xyxy, relative to the image's width and height.
+    """Return the boxes of the objects mentioned in a question and its full answer: xyxy, relative to the image's size.
 
     As in the official evaluation script, which uses `annotations`, an object mentioned twice is listed twice.
     """
