@@ -184,7 +184,7 @@ def _require_plain_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _state_dict(loaded: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The innermost dict under `STATE_KEYS`; `loaded` itself if it has none of them."""
+    """Return the innermost dict under `STATE_KEYS`; `loaded` itself if it has none of them."""
     while True:
         keys = [key for key in STATE_KEYS if isinstance(loaded.get(key), dict) and loaded[key]]
         if not keys:
@@ -299,7 +299,7 @@ class LoadReport:
         return ", ".join(parts)
 
     def __str__(self) -> str:
-        """The full report, one key per line. Matched keys are only counted."""
+        """Return the full report, one key per line. Matched keys are only counted."""
         lines = [f"layout: {self.layout}", f"matched: {len(self.matched)}"]
         for kind in ("missing", "unexpected", "mismatched"):
             keys = getattr(self, kind)

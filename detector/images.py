@@ -155,7 +155,7 @@ def make_image_batch(
 def normalise_images(
     images: ImageBatch, config: InputConfig, masks: list[Float[Tensor, "_Q 4"]] | None = None
 ) -> ImageBatch:
-    """The input of a network: float pixels, (pixel - mean) / std, with zeros (the mean colour) in the padding.
+    """Return the input of a network: float pixels, (pixel - mean) / std, with zeros (the mean colour) in the padding.
 
     Pixels that are floating-point already are taken as they are. `masks` are boxes to fill with the mean colour, see
     `mask_pixels`.

@@ -71,7 +71,7 @@ def decode_text(content: bytes, name: str) -> str:
 
 
 def find_encoding(content: bytes) -> str:
-    """The Unicode encoding of a file that begins with `content`, by its byte-order mark or its first zero bytes."""
+    """Find the Unicode encoding of a file that begins with `content`, by its byte-order mark or its first zero bytes."""
     for mark, encoding in _BYTE_ORDER_MARKS.items():
         if content.startswith(mark):
             return encoding
@@ -414,7 +414,7 @@ def _new_folder(folder: Path) -> Path:
 
 
 def _unique_part() -> str:
-    """A suffix of its own for each write. Process ids would not do: two machines or containers may share a folder."""
+    """Return a new suffix for each write. Process ids would not do: two machines or containers may share a folder."""
     return f".{secrets.token_hex(4)}{_PART}"
 
 

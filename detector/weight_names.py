@@ -87,7 +87,7 @@ def from_torchvision_detector(tensors: Mapping[str, Tensor], *, norm_eps: float 
 
 
 def convert_backbone_name(name: str) -> str:
-    """`layer1.0.bn1.weight` -> `res2.0.conv1.norm.weight`, `conv1.weight` -> `stem.conv1.weight`; else unchanged."""
+    """Convert `layer1.0.bn1.weight` to `res2.0.conv1.norm.weight`; names outside a backbone are unchanged."""
     block = BLOCK.fullmatch(name)
     rest = re.sub(r"^bn(\d)\.", r"conv\1.norm.", block["rest"] if block else name)
     if block:
@@ -309,7 +309,7 @@ def from_caffe2(blobs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _caffe2_name(blob: str) -> str:
-    """`res2_0_branch2a_bn_s` -> `res2.0.conv1.norm.weight`; names of unknown blobs are unchanged."""
+    """Convert `res2_0_branch2a_bn_s` to `res2.0.conv1.norm.weight`; names of unknown blobs are unchanged."""
     norm = _CAFFE2_NORM.fullmatch(blob)
     if norm:
         layer, parameter = norm["layer"], f"norm.{_NORM_PARAMETER[norm['parameter']]}"

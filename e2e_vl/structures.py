@@ -373,7 +373,7 @@ def gather_regions(
 
 
 def take_along_dim(values: Tensor, index: Tensor, dim: int) -> Tensor:
-    """`values.take_along_dim(index, dim)` for indices that are not negative; the other dimensions broadcast.
+    """Return `values.take_along_dim(index, dim)` for indices that are not negative; the other dimensions broadcast.
 
     torch's own wraps negative indices first, which takes several times as long as the rest.
     """
