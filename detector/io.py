@@ -71,7 +71,7 @@ def decode_text(content: bytes, name: str) -> str:
 
 
 def find_encoding(content: bytes) -> str:
-    """Find the Unicode encoding of a file that begins with `content`, by its byte-order mark or its first zero bytes."""
+    """Return the Unicode encoding of a file that begins with `content`, by its byte-order mark or first zero bytes."""
     for mark, encoding in _BYTE_ORDER_MARKS.items():
         if content.startswith(mark):
             return encoding

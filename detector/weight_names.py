@@ -87,7 +87,7 @@ def from_torchvision_detector(tensors: Mapping[str, Tensor], *, norm_eps: float 
 
 
 def convert_backbone_name(name: str) -> str:
-    """Convert `layer1.0.bn1.weight` to `res2.0.conv1.norm.weight`; names outside a backbone are unchanged."""
+    """Convert `layer1.0.bn1.weight` to `res2.0.conv1.norm.weight`, and `conv1.weight` to `stem.conv1.weight`."""
     block = BLOCK.fullmatch(name)
     rest = re.sub(r"^bn(\d)\.", r"conv\1.norm.", block["rest"] if block else name)
     if block:
