@@ -9,7 +9,7 @@ LOCAL_NAMES = ("localhost", LOOPBACK, "[::1]")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
+    """Return whether only this machine can reach the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -17,7 +17,7 @@ def is_loopback(host: str) -> bool:
 
 
 def allowed_hosts(host: str) -> list[str]:
-    """Values of the `Host` header that a page listening on `host` answers to; "*": any.
+    """Return the values of the `Host` header that a page listening on `host` answers to; "*": any.
 
     Without this check, a web site whose name leads to this machine (DNS rebinding) could use the page through the
     browser of its visitor. A page that is open to the network may have any name.

@@ -1,4 +1,4 @@
-"""The state of one user's session: a photo, a text, masked regions, and the selected attention. Independent of gradio.
+"""The state of one user's session: an image, a text, masked regions, and the selected attention. Independent of gradio.
 
 Shape legend: see `e2e_vl/structures.py`; also
     items  queries and keys of the attention: words, whole images, an end token, then the R regions
@@ -36,35 +36,39 @@ REPOOLED_NOTE = (
     "explorer pools them from the refined boxes, with and without masked regions, so that the two answers can be "
     "compared; answers may differ from `ask` and evaluation."
 )
-WHOLE_IMAGE, END = "[whole image]", "[END]"  # items that are neither words nor regions
+# items that are neither words nor regions
+WHOLE_IMAGE = "[whole image]"
+END = "[END]"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Photo:
-    """A user's photo."""
+class UserImage:
+    """A user's image."""
 
     file: ImageBytes
-    size: tuple[int, int]  # (height, width) of the upright photo
+    size: tuple[int, int]  # (height, width) of the upright image
     pixels: np.ndarray  # uint8 [height, width, 3] RGB, at display size
 
     @property
     def scale(self) -> np.ndarray:
-        """Scale (x, y) from the original size to the display size."""
-        return np.array([self.pixels.shape[1] / self.size[1], self.pixels.shape[0] / self.size[0]])
+        """The scale (x, y) from the original size to the display size."""
+        height, width = self.size
+        display_height, display_width = self.pixels.shape[:2]
+        return np.array([display_width / width, display_height / height])
 
 
-def read_photo(path: Path) -> Photo:
+def read_image(path: Path) -> UserImage:
     """Read an image file; the format is detected from its content."""
     content = path.read_bytes()
     pixels, size = load_resized(content, DISPLAY_SIZE, "RGB", path.name)
-    return Photo(ImageBytes(content, path.name), size, pixels)
+    return UserImage(ImageBytes(content, path.name), size, pixels)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inspection:
-    """The answer to one text about one photo, with the attention maps."""
+    """The answer to one text about one image, with the attention maps."""
 
-    answer: Answer  # its boxes are in pixels of the original photo
+    answer: Answer  # its boxes are in pixels of the original image
     words: tuple[str, ...]  # the items before the regions
     names: tuple[str, ...]  # R predicted classes; "" if unknown
     attention: np.ndarray  # float32 [steps, heads, items, items] (query, key)
@@ -72,45 +76,52 @@ class Inspection:
     boxes: Tensor  # float32 [R, 4] in pixels of the network's input
 
     def __len__(self) -> int:
-        """The number of regions."""
+        """Return the number of regions."""
         return len(self.names)
 
     @property
     def best_step(self) -> int:
         """The last step in which words attend to regions; the last one if there is none."""
         count = len(self.words)
-        reads = [step for step, maps in enumerate(self.attention) if maps[:, :count, count:].any()]
-        return reads[-1] if reads else len(self.attention) - 1
+        steps = [step for step, maps in enumerate(self.attention) if maps[:, :count, count:].any()]
+        return steps[-1] if steps else len(self.attention) - 1
 
     def item_name(self, item: int) -> str:
-        count = len(self.words)
-        return f"{item + 1}: {self.words[item]}" if item < count else self.region_name(item - count)
+        """Return the name of an item: a numbered word, or a region."""
+        if item < len(self.words):
+            return f"{item + 1}: {self.words[item]}"
+        return self.region_name(item - len(self.words))
 
     def region_name(self, row: int) -> str:
+        """Return the index of a region with its class."""
         return f"region {row} {self.names[row]}".strip()
 
     def region_at(self, x: float, y: float) -> int | None:
-        """Index of the smallest region that contains a point of the original photo; None: there is none."""
+        """Return the index of the smallest region that contains a point of the original image; None: there is none."""
         x1, y1, x2, y2 = self.answer.boxes.T
-        areas = np.where((x1 <= x) & (x < x2) & (y1 <= y) & (y < y2), (x2 - x1) * (y2 - y1), np.inf)
-        return int(areas.argmin()) if len(areas) and np.isfinite(areas.min()) else None
+        contains_point = (x1 <= x) & (x < x2) & (y1 <= y) & (y < y2)
+        if not contains_point.any():
+            return None
+        areas = np.where(contains_point, (x2 - x1) * (y2 - y1), np.inf)
+        return int(areas.argmin())
 
     def answer_boxes(self) -> list[tuple[str, Box]]:
-        """Labels and boxes of the answer, in pixels of the original photo."""
-        found = []
+        """Return labels and boxes of the answer, in pixels of the original image."""
+        labelled_boxes = []
         for label, box in self.answer.answer_boxes:
             rows = np.flatnonzero(np.isclose(self.answer.boxes, box, atol=1e-3).all(axis=1))
             name = self.names[rows[0]] if len(rows) else ""  # labels of answers about given regions have no name
-            label = label if label.startswith(name) else f"{name} {label}".strip()
-            found.append((label or "answer", box.tolist()))
-        return found
+            if not label.startswith(name):
+                label = f"{name} {label}".strip()
+            labelled_boxes.append((label or "answer", box.tolist()))
+        return labelled_boxes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Session:
     """The state of the page for one user."""
 
-    photo: Photo | None = None
+    image: UserImage | None = None
     before: Inspection | None = None  # with all pixels; None: no text yet
     after: Inspection | None = None  # with masked regions; None: none is masked
     masked: tuple[int, ...] = ()  # indices of masked regions
@@ -125,59 +136,74 @@ class Session:
 
     @property
     def attention(self) -> np.ndarray | None:
-        """float32 [items], attention from the selected item to each item; None: none is selected."""
+        """The attention from the selected item to each item, float32 [items]; None: none is selected."""
         if self.shown is None or self.item is None:
             return None
         maps = self.shown.attention[self.step]
-        return maps.mean(axis=0)[self.item] if self.head is None else maps[self.head, self.item]
+        if self.head is None:
+            return maps.mean(axis=0)[self.item]
+        return maps[self.head, self.item]
 
     @property
     def region_attention(self) -> np.ndarray | None:
-        """float32 [R], the part of `attention` on the regions."""
-        return None if self.attention is None else self.attention[len(self.shown.words) :]
+        """The part of `attention` on the regions, float32 [R]."""
+        attention = self.attention
+        return None if attention is None else attention[len(self.shown.words) :]
 
 
 def find_examples(model: TrainedModel) -> list[tuple[Path, str]]:
-    """The scenes that come along with a model, or the first photos that a run was evaluated on and that still exist.
+    """Find the scenes that come along with a model, or the first images that a run was evaluated on and that exist.
 
     Each has its longest text. The last word of a text for a pre-trained model is masked.
     """
-    texts = {str(scene.image): max(scene.texts, key=len) for scene in model.examples}
+    texts = {str(scene.image): max(scene.texts, key=len) for scene in model.examples}  # by file name
     for file in sorted(model.source.glob("predictions_*.json"))[:1]:
         with file.open("rb") as lines:  # a prediction a line, see `write_list`; the file may be large
             for line in lines:
-                if line.startswith(b"{"):
-                    record = msgspec.json.decode(line.rstrip(b",\n"))
-                    name = record.get("file_name", "")
-                    if name not in texts and len(texts) == MAX_EXAMPLES:
-                        break
-                    texts[name] = max(texts.get(name, ""), record.get("text", ""), key=len)
-    if model.tokenizer.mask_token in model.network.task.example_call:
-        texts = {name: re.sub(r"\w+(\W*)$", rf"{model.tokenizer.mask_token}\1", text) for name, text in texts.items()}
-    files = [(Path(name), text) for name, text in texts.items() if text and Path(name).is_file()]
-    problems = {file: find_photo_problem(file) for file, _ in files}
-    refused = [problem for problem in problems.values() if problem]
-    if refused:  # the page serves these files, and the run may be a stranger's
-        more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
-        logger.warning("%s: an example is left out, because it is not an image: %s%s", model.source, refused[0], more)
-    return [(file, text) for file, text in files if not problems[file]]
+                if not line.startswith(b"{"):
+                    continue
+                record = msgspec.json.decode(line.rstrip(b",\n"))
+                name = record.get("file_name", "")
+                if name not in texts and len(texts) == MAX_EXAMPLES:
+                    break
+                texts[name] = max(texts.get(name, ""), record.get("text", ""), key=len)
+    mask_token = model.tokenizer.mask_token
+    masks_last_word = mask_token in model.network.task.example_call
+    examples = []
+    problems = []
+    for name, text in texts.items():
+        file = Path(name)
+        if not text or not file.is_file():
+            continue
+        problem = find_image_problem(file)
+        if problem:
+            problems.append(problem)
+            continue
+        if masks_last_word:
+            text = re.sub(r"\w+(\W*)$", rf"{mask_token}\1", text)
+        examples.append((file, text))
+    if problems:  # the page serves these files, and the run may be a stranger's
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        logger.warning("%s: an example is left out, because it is not an image: %s%s", model.source, problems[0], more)
+    return examples
 
 
-def find_photo_problem(path: Path) -> str:
-    """Why a file cannot be read as an image; "" if it can."""
+def find_image_problem(path: Path) -> str:
+    """Return why a file cannot be read as an image; "" if it can."""
     try:
-        read_photo(path)
+        read_image(path)
     except (ValueError, OSError) as error:
         return str(error)
     return ""
 
 
 class Explorer:
-    """Answers the questions of all users with one model."""
+    """One model that answers the questions of all users."""
 
     def __init__(self, model: TrainedModel):
+        """Check that the model can answer, and find examples for the page."""
         # pre-training needs a text with a masked word; for other tasks it is a word like any other
-        question = Question(ImageBytes(b"", "(a photo)"), f"a {model.tokenizer.mask_token}")
+        question = Question(ImageBytes(b"", "(an image)"), f"a {model.tokenizer.mask_token}")
         model.check_question(question)
         self.model = model
         self.examples = find_examples(model)
@@ -187,33 +213,39 @@ class Explorer:
         self.note = REPOOLED_NOTE if self._repools else ""  # how answers may differ from `ask`
 
     def ask(self, session: Session, text: str) -> Session:
-        """The session after asking a text about its photo; no region is masked."""
-        if session.photo is None:
-            raise UserError("There is no photo yet; upload an image first.")
+        """Return the session after asking a text about its image; no region is masked."""
+        if session.image is None:
+            raise UserError("There is no image yet; upload one first.")
         if len(text or "") > MAX_TEXT_LENGTH:  # the page's own limit does not bind a program
             raise UserError(f"The text has {len(text):,} characters; write at most {MAX_TEXT_LENGTH}.")
-        found = self.inspect(session.photo, text)
+        inspection = self.inspect(session.image, text)
         if self._repools:
-            found = self.inspect(session.photo, text, found)
-        return Session(session.photo, found, step=found.best_step)
+            inspection = self.inspect(session.image, text, inspection)
+        return Session(session.image, inspection, step=inspection.best_step)
 
     def mask(self, session: Session, rows: Iterable[int]) -> Session:
-        """The session after asking its text again with the pixels of some regions set to the mean colour.
+        """Return the session after asking its text again with the pixels of some regions set to the mean colour.
 
         The boxes stay the same; only their features are computed again.
         """
-        before, masked = session.before, tuple(sorted(set(rows)))
-        after = self.inspect(session.photo, before.answer.question, before, masked) if masked else None
+        masked = tuple(sorted(set(rows)))
+        after = None
+        if masked:
+            after = self.inspect(session.image, session.before.answer.question, session.before, masked)
         return dataclasses.replace(session, masked=masked, after=after)
 
     def toggle(self, session: Session, row: int) -> Session:
-        """Mask a region, or show it again."""
+        """Return the session after masking a region, or showing it again."""
         return self.mask(session, set(session.masked) ^ {row})
 
     def inspect(
-        self, photo: Photo, text: str, before: Inspection | None = None, masked: Sequence[int] = ()
+        self, image: UserImage, text: str, before: Inspection | None = None, masked: Sequence[int] = ()
     ) -> Inspection:
-        """Answer a text, with the regions of `before` if given and the pixels of some of them `masked`."""
+        """Answer a text, with the regions of `before` unless it is None and the pixels of some of them `masked`."""
+        question = Question(image.file, text)
+        if before is None:
+            answer, output = self.model.ask_with_output(question)
+            return self._inspection(answer, output, tuple(answer.box_names))
 
         def with_regions(batch: Batch) -> Batch:
             # mask the same pixels as pre-training does; a teacher sees the masked image too
@@ -223,44 +255,59 @@ class Explorer:
             images = normalise_images(images, settings, [rectangles.to(before.boxes.dtype)])
             return dataclasses.replace(batch, images=images, boxes=[before.boxes.to(images.pixels.device)])
 
-        answer, output = self.model.ask_with_output(
-            Question(photo.file, text), None if before is None else with_regions
-        )
-        return self._inspection(answer, output, tuple(answer.box_names) if before is None else before.names)
+        answer, output = self.model.ask_with_output(question, with_regions)
+        return self._inspection(answer, output, before.names)
 
     def _inspection(self, answer: Answer, output: ModelOutput, names: tuple[str, ...]) -> Inspection:
-        """The inspection of a batch with one photo and one text."""
-        texts, regions = output.batch.texts, output.text_regions
-        length, width = texts.input_ids.shape[1], regions.row.shape[1]
-        pieces = texts.attention_mask[0].nonzero()[:, 0].tolist()
-        whole = regions.is_whole_image[0].nonzero()[:, 0].tolist()
-        rows = (regions.row[0] >= 0).nonzero()[:, 0].tolist()
-        ends = range(length + width, output.encoded.attentions[0].shape[-1])
-        slots = [*pieces, *(length + row for row in whole), *ends, *(length + row for row in rows)]
-        tokens = self.model.tokenizer.convert_ids_to_tokens(texts.input_ids[0, pieces].tolist())
-        starts = [slot for slot, token in enumerate(tokens) if not token.startswith("##")]
+        """Return the inspection of a batch with one image and one text."""
+        texts = output.batch.texts
+        regions = output.text_regions
+        # slots of the encoder: wordpieces, then regions (of which one may be the whole image), then perhaps an end
+        piece_slots = texts.attention_mask[0].nonzero()[:, 0].tolist()
+        region_begin = texts.input_ids.shape[1]
+        region_end = region_begin + regions.row.shape[1]
+        rows = (regions.row[0] >= 0).nonzero()[:, 0]
+        region_slots = (region_begin + rows).tolist()
+        whole_image_slots = (region_begin + regions.is_whole_image[0].nonzero()[:, 0]).tolist()
+        end_slots = range(region_end, output.encoded.attentions[0].shape[-1])
+        slots = [*piece_slots, *whole_image_slots, *end_slots, *region_slots]
+
+        tokens = self.model.tokenizer.convert_ids_to_tokens(texts.input_ids[0, piece_slots].tolist())
         words = " ".join(tokens).replace(" ##", "").split(" ")
-        words = (*words, *[WHOLE_IMAGE] * len(whole), *[END] * len(ends))
+        words += [WHOLE_IMAGE] * len(whole_image_slots)
+        words += [END] * len(end_slots)
+        # the first slot of each item, in the order of `slots`
+        starts = [slot for slot, token in enumerate(tokens) if not token.startswith("##")]
         starts += range(len(tokens), len(slots))
-        maps = [one[0][:, slots][:, :, slots].float().cpu().numpy() for one in output.encoded.attentions]
-        # of a whole word: the mean over its pieces as queries, the sum as keys (Clark et al., What Does BERT Look At?)
-        counts = np.diff([*starts, len(slots)])[:, None]
-        maps = [np.add.reduceat(np.add.reduceat(one, starts, axis=1) / counts, starts, axis=2) for one in maps]
-        # graphs may share a map; each shows only its blocks
-        places = {"words": slice(0, len(words)), "regions": slice(len(words), None)}
-        step_names, attention = [], []
-        for graph, layers in self.model.network.encoder.attention_graphs.items():
-            visible = np.zeros((len(starts), len(starts)), dtype=bool)
-            for block in layers.blocks:
+        num_pieces = np.diff([*starts, len(slots)])[:, None]
+        maps = []
+        for attention in output.encoded.attentions:
+            piece_map = attention[0][:, slots][:, :, slots].float().cpu().numpy()
+            # of a whole word: the mean over its pieces as queries, the sum over them as keys
+            # (Clark et al., What Does BERT Look At?)
+            mean_of_queries = np.add.reduceat(piece_map, starts, axis=1) / num_pieces
+            maps.append(np.add.reduceat(mean_of_queries, starts, axis=2))
+
+        step_names = []
+        visible_maps = []
+        items = {"words": slice(0, len(words)), "regions": slice(len(words), None)}
+        for graph_name, graph in self.model.network.encoder.attention_graphs.items():
+            # graphs may share a map; each shows only its blocks
+            is_visible = np.zeros((len(starts), len(starts)), dtype=bool)
+            for block in graph.blocks:
                 source, _, target = block.partition(" to ")
-                visible[places[source], places[target]] = True
-            blocks = ", ".join(block for block in AttentionBlock if block in layers.blocks)
-            name, ends = ("layer", "words and regions") if visible.all() else (f"{graph} layer", blocks)
-            count = len(layers.steps)
-            step_names += [f"{name} {layer} of {count}: {ends}" for layer in range(1, count + 1)]
-            attention += [np.where(visible, maps[step], 0) for step in layers.steps]
+                is_visible[items[source], items[target]] = True
+            if is_visible.all():
+                layer_name = "layer"
+                blocks = "words and regions"
+            else:
+                layer_name = f"{graph_name} layer"
+                blocks = ", ".join(block for block in AttentionBlock if block in graph.blocks)
+            for number, step in enumerate(graph.steps, start=1):
+                step_names.append(f"{layer_name} {number} of {len(graph.steps)}: {blocks}")
+                visible_maps.append(np.where(is_visible, maps[step], 0))
         boxes = regions.boxes[0, rows]
-        return Inspection(answer, words, names, np.stack(attention), tuple(step_names), boxes)
+        return Inspection(answer, tuple(words), names, np.stack(visible_maps), tuple(step_names), boxes)
 
 
 # Pictures: clickable regions with attention, and the boxes of an answer.
@@ -272,52 +319,66 @@ _OUTLINE: Colour = (90, 90, 90)  # of regions that are neither selected nor mask
 
 
 def draw_regions(session: Session) -> np.ndarray | None:
-    """Picture, uint8 RGB [height, width, 3], of all regions with their indices or attention; None: no photo."""
-    photo, shown = session.photo, session.shown
-    if photo is None:
+    """Draw all regions with their indices or attention.
+
+    Returns uint8 RGB [height, width, 3]; None: no image.
+    """
+    image = session.image
+    inspection = session.shown
+    if image is None:
         return None
-    if shown is None:
-        return draw_boxes(photo.pixels, [])
+    if inspection is None:
+        return draw_boxes(image.pixels, [])
     shares = session.region_attention
-    pixels, boxes = _covered(photo, shown, session.masked), _on_picture(photo, shown.answer.boxes)
-    labels, colours = [str(row) for row in range(len(shown))], [_OUTLINE] * len(shown)
-    order = list(range(len(shown)))
+    pixels = _cover(image, inspection, session.masked)
+    boxes = _on_picture(image, inspection.answer.boxes)
+    labels = [str(row) for row in range(len(inspection))]
+    colours = [_OUTLINE] * len(inspection)
+    order = list(range(len(inspection)))
     if shares is not None:
         pixels = draw_heat_map(pixels, boxes, shares)
         order.sort(key=lambda row: -shares[row])
-        named = [row for row in order[:MAX_LABELLED_REGIONS] if shares[row] > 0]
-        labels = [f"{row}: {shares[row]:.2f}" if row in named else "" for row in range(len(shown))]
+        labels = [""] * len(inspection)
+        for row in order[:MAX_LABELLED_REGIONS]:
+            if shares[row] > 0:
+                labels[row] = f"{row}: {shares[row]:.2f}"
     for row in session.masked:
-        labels[row], colours[row] = f"{row} masked", RED
-    chosen = -1 if session.item is None else session.item - len(shown.words)
-    if chosen >= 0:
-        labels[chosen], colours[chosen] = f"{chosen}: {shares[chosen]:.2f} chosen", BLUE
+        labels[row] = f"{row} masked"
+        colours[row] = RED
+    if session.item is not None and session.item >= len(inspection.words):
+        chosen = session.item - len(inspection.words)
+        labels[chosen] = f"{chosen}: {shares[chosen]:.2f} chosen"
+        colours[chosen] = BLUE
     order.sort(key=lambda row: colours[row] is _OUTLINE)  # `draw_boxes` places the labels of the first boxes first
     return draw_boxes(pixels, boxes[order], [labels[row] for row in order], [colours[row] for row in order])
 
 
-def draw_answer(session: Session, found: Inspection | None, masked: tuple[int, ...] = ()) -> np.ndarray | None:
+def draw_answer(session: Session, inspection: Inspection | None, masked: tuple[int, ...] = ()) -> np.ndarray | None:
     """Draw the boxes of an answer (or else the regions with the most attention) and its phrases.
 
-    Returns uint8 RGB [height, width, 3]; None: no photo or answer.
+    Returns uint8 RGB [height, width, 3]; None: no image or answer.
     """
-    if found is None or session.photo is None:
+    if inspection is None or session.image is None:
         return None
-    answer_boxes, phrases = found.answer_boxes(), found.answer.shown_phrases()
-    shown = answer_boxes or found.answer.attended_regions()
-    boxes = [*(box for _, box in shown), *(phrase.box for phrase in phrases)]
-    is_unsure = bool(answer_boxes) and found.answer.is_unsure
-    marks = box_marks([label for label, _ in shown], phrases, is_unsure)
-    return draw_boxes(_covered(session.photo, found, masked), _on_picture(session.photo, boxes), **marks)
+    answer = inspection.answer
+    answer_boxes = inspection.answer_boxes()
+    phrases = answer.shown_phrases()
+    labelled_boxes = answer_boxes or answer.attended_regions()
+    boxes = [box for _, box in labelled_boxes]
+    boxes += [phrase.box for phrase in phrases]
+    is_unsure = bool(answer_boxes) and answer.is_unsure
+    marks = box_marks([label for label, _ in labelled_boxes], phrases, is_unsure)
+    return draw_boxes(_cover(session.image, inspection, masked), _on_picture(session.image, boxes), **marks)
 
 
-def _on_picture(photo: Photo, boxes: Any) -> np.ndarray:
-    return np.asarray(boxes, dtype=np.float64).reshape(-1, 4) * np.tile(photo.scale, 2)
+def _on_picture(image: UserImage, boxes: Any) -> np.ndarray:
+    """Scale boxes from pixels of the original image to those of the displayed one."""
+    return np.asarray(boxes, dtype=np.float64).reshape(-1, 4) * np.tile(image.scale, 2)
 
 
-def _covered(photo: Photo, found: Inspection, masked: tuple[int, ...]) -> np.ndarray:
-    """A copy of the photo with some regions in grey."""
-    pixels = photo.pixels.copy()
-    for x1, y1, x2, y2 in _on_picture(photo, found.answer.boxes[list(masked)]).astype(int).clip(min=0):
+def _cover(image: UserImage, inspection: Inspection, masked: tuple[int, ...]) -> np.ndarray:
+    """Return a copy of the image's pixels with some regions in grey."""
+    pixels = image.pixels.copy()
+    for x1, y1, x2, y2 in _on_picture(image, inspection.answer.boxes[list(masked)]).astype(int).clip(min=0):
         pixels[y1 : y2 + 1, x1 : x2 + 1] = GREY
     return pixels

@@ -23,13 +23,15 @@ from e2e_vl.explorer.session import (
     Session,
     draw_answer,
     draw_regions,
-    read_photo,
+    read_image,
 )
 
-MASK_REGION, SHOW_ATTENTION = "mask it, or show it again", "show its attention"  # effects of clicking a region
+# effects of clicking a region
+MASK_REGION = "mask it, or show it again"
+SHOW_ATTENTION = "show its attention"
 MEAN = "mean of all heads"
-MAX_PHOTO_MEGABYTES = 20  # of an uploaded photo
-SESSION_SECONDS = 3600  # lifetime of a session after its last change, and minimum lifetime of photos
+MAX_IMAGE_MEGABYTES = 20  # of an uploaded image
+SESSION_SECONDS = 3600  # lifetime of a session after its last change, and minimum lifetime of images
 MAX_SESSIONS = 50  # maximum number of sessions in memory
 _MAX_QUEUE = 20  # maximum length of the request queue
 
@@ -40,12 +42,15 @@ def build_page(explorer: Explorer, title: str) -> gr.Blocks:
     with page:
         state = gr.State(Session(), time_to_live=SESSION_SECONDS)
         [_, text, *_] = ast.literal_eval(f"[{explorer.model.network.task.example_call}]")
-        start = "Click an example, or drop a photo" if explorer.examples else "Drop a photo"
+        start = "Click an example, or drop an image" if explorer.examples else "Drop an image"
         hint = f"{start} and ask about it, such as “{text}”; click a region to mask it, or a word for its attention."
-        known = [", ".join(words) for kind, words in explorer.model.knows.items() if kind != "word"]
-        knows = f"The model knows only: {'; '.join(known)}." if known else ""
-        sentences = map(html.escape, filter(None, (hint, knows, explorer.warning, explorer.note)))
-        gr.HTML(f"<h2>{html.escape(title)}</h2>" + "".join(f"<p>{one}</p>" for one in sentences), elem_id="hints")
+        known_words = [", ".join(words) for kind, words in explorer.model.knows.items() if kind != "word"]
+        knows = f"The model knows only: {'; '.join(known_words)}." if known_words else ""
+        lines = [f"<h2>{html.escape(title)}</h2>"]
+        for sentence in (hint, knows, explorer.warning, explorer.note):
+            if sentence:
+                lines.append(f"<p>{html.escape(sentence)}</p>")
+        gr.HTML("".join(lines), elem_id="hints")
         with gr.Row(elem_id="examples"):
             buttons = [gr.Button(text, icon=str(file), size="sm", min_width=200) for file, text in explorer.examples]
         _connect(explorer, page, state, _components(), buttons)
@@ -53,26 +58,26 @@ def build_page(explorer: Explorer, title: str) -> gr.Blocks:
 
 
 def _components() -> dict[str, Any]:
-    """The components in their layout, by element id."""
-    parts = {}
+    """Create the components in their layout, and return them by element id."""
+    components = {}
 
-    def add(kind: Any, name: str, label: str | None = None, **options: Any) -> None:
-        parts[name] = kind(label=label, elem_id=name, **options)
+    def add(component_class: Any, name: str, label: str | None = None, **options: Any) -> None:
+        components[name] = component_class(label=label, elem_id=name, **options)
 
     picture = {"interactive": False, "format": "png", "buttons": ["fullscreen", "download"]}
     with gr.Row(equal_height=True):
-        add(gr.File, "photo", f"Photo, at most {MAX_PHOTO_MEGABYTES} MB", file_types=["image"], height=92)
+        add(gr.File, "image", f"Image, at most {MAX_IMAGE_MEGABYTES} MB", file_types=["image"], height=92)
         add(gr.Textbox, "text", "Phrase or question", max_length=MAX_TEXT_LENGTH, max_lines=1, scale=2)
-        parts["ask"] = gr.Button("Ask", variant="primary", elem_id="ask", scale=0, min_width=100)
-    parts["problem"] = gr.HTML(visible=False, elem_id="problem")
+        components["ask"] = gr.Button("Ask", variant="primary", elem_id="ask", scale=0, min_width=100)
+    components["problem"] = gr.HTML(visible=False, elem_id="problem")
     with gr.Row(elem_id="pictures"):
         with gr.Column(min_width=300):
-            add(gr.Image, "regions", "Photo: click a region", **picture)
+            add(gr.Image, "regions", "Image: click a region", **picture)
             add(gr.Radio, "click", "Click a region to", choices=[MASK_REGION, SHOW_ATTENTION], value=MASK_REGION)
         with gr.Column(min_width=300):
             add(gr.Image, "picture", "Answer", **picture)
             add(gr.Textbox, "answer", "Score and answer", max_lines=8)
-        with gr.Column(min_width=300, visible=False, elem_id="after") as parts["after"]:
+        with gr.Column(min_width=300, visible=False, elem_id="after") as components["after"]:
             add(gr.Image, "picture-after", "Answer with masked regions", **picture)
             add(gr.Textbox, "answer-after", "Score and answer with masked regions", max_lines=8)
     add(gr.HighlightedText, "words", "Words: click one to see its attention", show_legend=False)
@@ -82,83 +87,95 @@ def _components() -> dict[str, Any]:
         add(gr.Dropdown, "head", "Head", choices=[MEAN], value=MEAN)
     with gr.Accordion("Boxes and masked regions", open=False):
         with gr.Row():
-            add(gr.Textbox, "boxes", "Answer and phrases: x1, y1, x2, y2 in pixels of the photo", max_lines=12)
+            add(gr.Textbox, "boxes", "Answer and phrases: x1, y1, x2, y2 in pixels of the image", max_lines=12)
             add(gr.Textbox, "boxes-after", "With masked regions", max_lines=12)
         add(gr.Dropdown, "masked", "Masked regions", multiselect=True)
         headers = ["region", "name", "x1", "y1", "x2", "y2", "attention"]
-        parts["table"] = gr.Dataframe(headers=headers, interactive=False, elem_id="table")
-    return parts
+        components["table"] = gr.Dataframe(headers=headers, interactive=False, elem_id="table")
+    return components
 
 
 def _connect(
-    explorer: Explorer, page: gr.Blocks, state: gr.State, parts: dict[str, Any], buttons: list[gr.Button]
+    explorer: Explorer, page: gr.Blocks, state: gr.State, components: dict[str, Any], buttons: list[gr.Button]
 ) -> None:
     """Connect the components' events to the session."""
 
-    def shown(session: Session, error: str = "") -> list[Any]:
+    def show(session: Session, error: str = "") -> list[Any]:
+        """Return the session and the values of the components that show it."""
         return [session, *values(session, error).values()]
 
     def changing(change: Callable[..., Session]) -> Callable[..., list[Any]]:
-        """An event handler that changes the session, or shows an error message."""
+        """Make an event handler that changes the session, or shows an error message."""
 
         def event(session: Session, *inputs: Any) -> list[Any]:
             try:
-                return shown(change(session, *inputs))
+                return show(change(session, *inputs))
             except (ValueError, OSError) as error:
-                return shown(session, str(error))
+                return show(session, str(error))
 
         return event
 
-    def new_photo(session: Session, file: str | None, text: str) -> list[Any]:
+    def open_image(session: Session, file: str | None, text: str) -> list[Any]:
         if file is None:
-            return shown(Session())
+            return show(Session())
         try:
-            session = Session(read_photo(Path(file)))
-            return shown(explorer.ask(session, text) if text and text.strip() else session)
-        except (ValueError, OSError) as error:  # after an error about the text the photo stays
-            return shown(session, str(error))
+            session = Session(read_image(Path(file)))
+            if text and text.strip():
+                return show(explorer.ask(session, text))
+            return show(session)
+        except (ValueError, OSError) as error:  # after an error about the text the image stays
+            return show(session, str(error))
 
-    def click(session: Session, action: str, place: tuple[float, float]) -> Session:
+    def click(session: Session, action: str, pixel: tuple[float, float]) -> Session:
         """Handle a click on the picture of the regions, at pixel (x, y)."""
-        seen = session.shown
-        row = None if seen is None else seen.region_at(*(np.array(place, dtype=np.float64) / session.photo.scale))
+        inspection = session.shown
+        if inspection is None:
+            return session
+        x, y = np.array(pixel, dtype=np.float64) / session.image.scale
+        row = inspection.region_at(x, y)
         if row is None:
             return session
         if action == MASK_REGION:
             return explorer.toggle(session, row)
-        return dataclasses.replace(session, item=len(seen.words) + row)
+        return dataclasses.replace(session, item=len(inspection.words) + row)
 
-    def clicked(session: Session, action: str, event: gr.SelectData) -> list[Any]:
+    def select_region(session: Session, action: str, event: gr.SelectData) -> list[Any]:
         return changing(click)(session, action, event.index)
 
-    def word_clicked(session: Session, event: gr.SelectData) -> list[Any]:
-        row = event.index[0] if isinstance(event.index, list | tuple) else event.index
-        return shown(dataclasses.replace(session, item=row))
+    def select_word(session: Session, event: gr.SelectData) -> list[Any]:
+        item = event.index[0] if isinstance(event.index, list | tuple) else event.index
+        return show(dataclasses.replace(session, item=item))
 
-    def chosen_map(session: Session, item: int | None, step: int | None, head: int | str) -> Session:
-        step = session.step if step is None else step
-        return dataclasses.replace(session, item=item, step=step, head=None if head == MEAN else head)
+    def select_map(session: Session, item: int | None, step: int | None, head: int | str) -> Session:
+        if step is None:
+            step = session.step
+        if head == MEAN:
+            head = None
+        return dataclasses.replace(session, item=item, step=step, head=head)
 
-    outputs = [state, *(parts[name] for name in values(Session(), ""))]
+    outputs = [state, *(components[name] for name in values(Session(), ""))]
 
     def on(triggers: list[Any], event: Callable[..., list[Any]], inputs: list[str], **options: Any) -> None:
         options = {"outputs": outputs, "concurrency_limit": 1, "concurrency_id": "model"} | options
-        gr.on(triggers, event, [state, *(parts[one] for one in inputs)], api_visibility="undocumented", **options)
+        sources = [state, *(components[name] for name in inputs)]
+        gr.on(triggers, event, sources, api_visibility="undocumented", **options)
 
-    def example(session: Session, *, number: int) -> list[Any]:
+    def open_example(session: Session, *, number: int) -> list[Any]:
         file, text = explorer.examples[number]
-        return [*new_photo(session, file, text), text, None]
+        return [*open_image(session, file, text), text, None]
 
-    photo, text, item, step, head = (parts[name] for name in ("photo", "text", "item", "step", "head"))
-    on([photo.upload, photo.clear], new_photo, ["photo", "text"], api_name="photo")
-    on([parts["ask"].click, text.submit], changing(explorer.ask), ["text"], api_name="ask")
-    on([parts["masked"].input], changing(explorer.mask), ["masked"], api_name="mask")
-    on([parts["regions"].select], clicked, ["click"], api_name="click")
-    on([parts["words"].select], word_clicked, [], api_name="word")
-    on([item.input, step.input, head.input], changing(chosen_map), ["item", "step", "head"], api_name="map")
-    for number, button in enumerate(buttons):  # the page opens with the first one
-        triggers = [button.click] if number else [page.load, button.click]
-        on(triggers, functools.partial(example, number=number), [], outputs=[*outputs, text, photo])
+    image, text, item, step, head = (components[name] for name in ("image", "text", "item", "step", "head"))
+    on([image.upload, image.clear], open_image, ["image", "text"], api_name="image")
+    on([components["ask"].click, text.submit], changing(explorer.ask), ["text"], api_name="ask")
+    on([components["masked"].input], changing(explorer.mask), ["masked"], api_name="mask")
+    on([components["regions"].select], select_region, ["click"], api_name="click")
+    on([components["words"].select], select_word, [], api_name="word")
+    on([item.input, step.input, head.input], changing(select_map), ["item", "step", "head"], api_name="map")
+    for number, button in enumerate(buttons):
+        triggers = [button.click]
+        if number == 0:  # the page opens with the first one
+            triggers.insert(0, page.load)
+        on(triggers, functools.partial(open_example, number=number), [], outputs=[*outputs, text, image])
 
 
 def serve(page: gr.Blocks, *, host: str, port: int | None) -> str:
@@ -172,7 +189,7 @@ def serve(page: gr.Blocks, *, host: str, port: int | None) -> str:
         server_port=port,
         share=False,
         prevent_thread_lock=True,
-        max_file_size=MAX_PHOTO_MEGABYTES * 10**6,
+        max_file_size=MAX_IMAGE_MEGABYTES * 10**6,
         show_error=True,
         footer_links=[],
         run_history=False,
@@ -186,31 +203,41 @@ def serve(page: gr.Blocks, *, host: str, port: int | None) -> str:
 
 
 def values(session: Session, error: str) -> dict[str, Any]:
-    """The values of the components, by element id."""
-    before, after, seen = session.before, session.after, session.shown
-    regions, items, steps, heads, table = [], [], [], [], []
-    if seen is not None:
-        regions = [(seen.region_name(row), row) for row in range(len(seen))]
-        items = [(seen.item_name(item), item) for item in range(len(seen.words) + len(seen))]
-        steps = [(name, number) for number, name in enumerate(seen.step_names)]
-        count = seen.attention.shape[1]
-        heads = [(f"head {number + 1} of {count}", number) for number in range(count)]
+    """Return the values of the components, by element id."""
+    before = session.before
+    after = session.after
+    inspection = session.shown
+    # choices of the dropdowns: texts and their values
+    regions = []
+    items = []
+    steps = []
+    heads = [(MEAN, MEAN)]
+    step = None
+    table = []
+    if inspection is not None:
+        regions = [(inspection.region_name(row), row) for row in range(len(inspection))]
+        items = [(inspection.item_name(item), item) for item in range(len(inspection.words) + len(inspection))]
+        steps = [(name, number) for number, name in enumerate(inspection.step_names)]
+        step = session.step
+        count = inspection.attention.shape[1]
+        heads += [(f"head {number + 1} of {count}", number) for number in range(count)]
         shares = session.region_attention
-        for row, (name, box) in enumerate(zip(seen.names, seen.answer.boxes, strict=True)):
+        for row, (name, box) in enumerate(zip(inspection.names, inspection.answer.boxes, strict=True)):
             sides = [round(float(side), 1) for side in box]
-            table.append([row, name, *sides, "" if shares is None else f"{shares[row]:.3f}"])
+            share = "" if shares is None else f"{shares[row]:.3f}"
+            table.append([row, name, *sides, share])
     return {
         "problem": gr.update(value=html.escape(error), visible=bool(error)),
-        "answer": _answer(before),
-        "answer-after": _answer(after),
-        "boxes": _boxes(before),
-        "boxes-after": _boxes(after),
+        "answer": _format_answer(before),
+        "answer-after": _format_answer(after),
+        "boxes": _format_boxes(before),
+        "boxes-after": _format_boxes(after),
         "regions": draw_regions(session),
         "masked": gr.update(choices=regions, value=list(session.masked)),
         "words": _coloured_words(session),
         "item": gr.update(choices=items, value=session.item),
-        "step": gr.update(choices=steps, value=session.step if steps else None),
-        "head": gr.update(choices=[(MEAN, MEAN), *heads], value=MEAN if session.head is None else session.head),
+        "step": gr.update(choices=steps, value=step),
+        "head": gr.update(choices=heads, value=MEAN if session.head is None else session.head),
         "picture": draw_answer(session, before),
         "picture-after": draw_answer(session, after, session.masked),
         "after": gr.update(visible=after is not None),
@@ -218,25 +245,35 @@ def values(session: Session, error: str) -> dict[str, Any]:
     }
 
 
-def _answer(found: Inspection | None) -> str:
-    if found is None:
+def _format_answer(inspection: Inspection | None) -> str:
+    """Return the lines of an answer and its warnings."""
+    if inspection is None:
         return ""
-    return "\n".join([*found.answer.marked_lines, *found.answer.warnings])
+    return "\n".join([*inspection.answer.marked_lines, *inspection.answer.warnings])
 
 
-def _boxes(found: Inspection | None) -> str:
-    """The boxes of the answer, then of all its phrases, a line each."""
-    if found is None:
+def _format_boxes(inspection: Inspection | None) -> str:
+    """Return the boxes of the answer, then of all its phrases, a line each."""
+    if inspection is None:
         return ""
-    phrases = [(f"{phrase.text} {phrase.score:.2f}", phrase.box) for phrase in found.answer.phrases]
-    rows = [(label, () if box is None else box) for label, box in found.answer_boxes() + phrases]
-    return "\n".join(f"{', '.join(f'{side:.1f}' for side in box) or 'no region'}  ({label})" for label, box in rows)
+    labelled_boxes = inspection.answer_boxes()
+    for phrase in inspection.answer.phrases:
+        labelled_boxes.append((f"{phrase.text} {phrase.score:.2f}", phrase.box))
+    lines = []
+    for label, box in labelled_boxes:
+        sides = "no region"
+        if box is not None:
+            sides = ", ".join(f"{side:.1f}" for side in box)
+        lines.append(f"{sides}  ({label})")
+    return "\n".join(lines)
 
 
 def _coloured_words(session: Session) -> list[tuple[str, float | None]]:
-    """The words with their attention relative to the highest one."""
+    """Return the words with their attention relative to the highest one."""
     words = () if session.shown is None else session.shown.words
-    if session.attention is None:
+    attention = session.attention
+    if attention is None:
         return [(word, None) for word in words]
-    shares = session.attention[: len(words)]
-    return [(word, float(share) / max(float(shares.max()), 1e-12)) for word, share in zip(words, shares, strict=True)]
+    shares = attention[: len(words)]
+    highest = max(float(shares.max()), 1e-12)
+    return [(word, float(share) / highest) for word, share in zip(words, shares, strict=True)]

@@ -17,7 +17,7 @@ import e2e_vl
 from detector.errors import UserError
 from detector.images import mask_rectangles, normalise_images
 from e2e_vl.drawing import PALETTE
-from e2e_vl.explorer.session import GREY, Explorer, Session, draw_answer, draw_regions, read_photo
+from e2e_vl.explorer.session import GREY, Explorer, Session, draw_answer, draw_regions, read_image
 from e2e_vl.run.build import build_model
 from e2e_vl.run.checkpoint import save_model
 from e2e_vl.samples import Question
@@ -45,7 +45,7 @@ def asked(explorer, record) -> Session:
 
 
 def ask(explorer: Explorer, file: str | Path, text: str) -> Session:
-    return explorer.ask(Session(read_photo(Path(file))), text)
+    return explorer.ask(Session(read_image(Path(file))), text)
 
 
 def with_item(session: Session, item: int, **more) -> Session:
@@ -181,14 +181,14 @@ def test_the_smallest_region_around_a_point_is_found(asked):
 
 def test_pictures(explorer, asked):
     assert draw_regions(Session()) is None and draw_answer(asked, None) is None
-    with pytest.raises(ValueError, match="no photo yet"):
+    with pytest.raises(ValueError, match="no image yet"):
         explorer.ask(Session(), "the star")
     [(_, box)] = asked.before.answer_boxes()
     assert list(box) == pytest.approx(asked.before.answer.box.tolist())
     assert not np.array_equal(draw_regions(with_item(asked, 1)), draw_regions(asked))
     masked = explorer.toggle(asked, 0)
     boxes = masked.before.answer.boxes
-    x, y = ((boxes[0, :2] + boxes[0, 2:]) / 2 * asked.photo.scale).astype(int)
+    x, y = ((boxes[0, :2] + boxes[0, 2:]) / 2 * asked.image.scale).astype(int)
     assert draw_answer(masked, masked.after, masked.masked)[y, x].tolist() == [GREY] * 3
     assert draw_answer(masked, masked.before)[y, x].tolist() != [GREY] * 3
 
@@ -254,12 +254,12 @@ def test_nothing_changes_when_nothing_is_masked(trained_run, record, features_of
     config = model.network.detector.config
     heads = msgspec.structs.replace(config.roi_heads, features_of=features_of)
     model.network.detector.config = msgspec.structs.replace(config, roi_heads=heads)
-    explorer, photo = Explorer(model), read_photo(Path(record["file_name"]))
-    before = explorer.ask(Session(photo), record["text"]).before
-    again = explorer.inspect(photo, record["text"], before, ())
+    explorer, image = Explorer(model), read_image(Path(record["file_name"]))
+    before = explorer.ask(Session(image), record["text"]).before
+    again = explorer.inspect(image, record["text"], before, ())
     assert again.answer.score == pytest.approx(before.answer.score, abs=1e-6)
     assert np.allclose(again.attention, before.attention, atol=1e-6) and again.names == before.names
     assert np.array_equal(again.answer.boxes, before.answer.boxes)
-    found, _ = model.ask_with_output(Question(photo.file, record["text"]))
+    found, _ = model.ask_with_output(Question(image.file, record["text"]))
     describes_others = abs(found.score - before.answer.score) > 1e-6
     assert describes_others == ("FEATURES_OF" in explorer.note) == (features_of == "proposal")

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 import e2e_vl
-from e2e_vl.explorer.session import Explorer, Inspection, Session, read_photo
+from e2e_vl.explorer.session import Explorer, Inspection, Session, read_image
 from tests.conftest import cpu_with_one_thread
 from tests.explorer.browser import Tab, browser_or_skip, open_browser
 from tests.run.runs import predictions_of
@@ -70,17 +70,17 @@ def test_a_program_asks_masks_and_is_refused(address, asked, tmp_path):
     from gradio_client import Client, handle_file
 
     visitor = Client(address, verbose=False, analytics_enabled=False)
-    assert "no photo yet" in visitor.predict(asked.text, api_name="/ask")[PROBLEM]["value"]
-    visitor.predict(handle_file(asked.file), "", api_name="/photo")
+    assert "no image yet" in visitor.predict(asked.text, api_name="/ask")[PROBLEM]["value"]
+    visitor.predict(handle_file(asked.file), "", api_name="/image")
     shown = visitor.predict(asked.text, api_name="/ask")
     assert numbers(shown[BOXES]) == pytest.approx(asked.box, abs=0.06)
     assert shown[ANSWER] and not shown[ANSWER_AFTER]
     masked = visitor.predict([0, 1], api_name="/mask")
     assert masked[ANSWER] == shown[ANSWER] and masked[ANSWER_AFTER] not in ("", shown[ANSWER])
     other = Client(address, verbose=False, analytics_enabled=False)
-    assert "no photo yet" in other.predict(asked.text, api_name="/ask")[PROBLEM]["value"], "visitors share nothing"
+    assert "no image yet" in other.predict(asked.text, api_name="/ask")[PROBLEM]["value"], "visitors share nothing"
     (tmp_path / "damaged.png").write_bytes(asked.file.read_bytes()[:500])
-    problem = visitor.predict(handle_file(tmp_path / "damaged.png"), "", api_name="/photo")[PROBLEM]
+    problem = visitor.predict(handle_file(tmp_path / "damaged.png"), "", api_name="/image")[PROBLEM]
     assert "damaged" in problem["value"] and problem["visible"]
 
 
@@ -113,7 +113,7 @@ def test_the_page_opens_with_an_answer_and_answers_the_example_that_is_clicked(t
         if number:
             tab.click(f"document.querySelectorAll('#examples button')[{number}]")
         file, text = explorer.examples[number]
-        expected = answer_lines(explorer.ask(Session(read_photo(file)), text).before)
+        expected = answer_lines(explorer.ask(Session(read_image(file)), text).before)
         tab.wait(f"document.querySelector('#text textarea, #text input')?.value === {json.dumps(text)}")
         tab.wait(f"{value('answer')} === {json.dumps(expected)}")
     tab.run("window.scrollTo(0, 0)")
@@ -129,15 +129,15 @@ def ask(tab: Tab, address: str, file: Path, text: str) -> None:
     tab.go(address)
     tab.wait(f"{box}?.value && {value('answer')}")
     tab.run(f"{box}.value = ''; {box}.dispatchEvent(new Event('input', {{bubbles: true}}))")
-    tab.drop("document.querySelector('#photo button')", file)
-    tab.wait(f"{value('answer')} === '' && document.querySelector('#photo').innerText.includes('{file.stem}')")
+    tab.drop("document.querySelector('#image button')", file)
+    tab.wait(f"{value('answer')} === '' && document.querySelector('#image').innerText.includes('{file.stem}')")
     tab.type(box, text)
     tab.click("document.querySelector('button#ask')")
 
 
 def test_a_visitor_drops_a_photo_asks_and_masks_a_region(tab, address, explorer, asked):
     ask(tab, address, asked.file, asked.text)
-    session = explorer.ask(Session(read_photo(asked.file)), asked.text)
+    session = explorer.ask(Session(read_image(asked.file)), asked.text)
     tab.wait(f"{value('answer')} === {json.dumps(answer_lines(session.before))}")
     tab.run("document.querySelectorAll('.label-wrap').forEach(one => one.click())")  # unfolds what is folded
     box = numbers(tab.wait(value("boxes")))
