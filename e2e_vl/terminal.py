@@ -61,14 +61,15 @@ class LastingStream:
 
 @contextlib.contextmanager
 def lasting_output() -> Iterator[None]:
-    """Context (or decorator) in which nothing that is printed can fail because its reader has gone."""
-    before = sys.stdout, sys.stderr
+    """Make a context (or decorator) in which nothing that is printed can fail because its reader has gone."""
     if isinstance(sys.stdout, LastingStream) and isinstance(sys.stderr, LastingStream):
         yield
         return
     with open(os.devnull, "w", encoding="utf-8") as nowhere:  # noqa: PTH123
+        before = sys.stdout, sys.stderr
         # Python sets a stream to None that was closed before it started
-        sys.stdout, sys.stderr = (LastingStream(nowhere if stream is None else stream) for stream in before)
+        sys.stdout = LastingStream(sys.stdout or nowhere)
+        sys.stderr = LastingStream(sys.stderr or nowhere)
         try:
             yield
         finally:
@@ -79,7 +80,7 @@ def lasting_output() -> Iterator[None]:
 
 @contextlib.contextmanager
 def handling_signals(handle: Handler) -> Iterator[None]:
-    """Context in which STOP_SIGNALS call `handle`, except those that are ignored (under nohup, in the background)."""
+    """Make a context in which STOP_SIGNALS call `handle`, except ignored ones (under nohup, in the background)."""
     previous = {}
     if threading.current_thread() is threading.main_thread():  # Python allows handlers in no other thread
         for number in STOP_SIGNALS:
@@ -106,7 +107,7 @@ def signal_main_thread(number: int) -> None:
 
 @contextlib.contextmanager
 def stopped_by_signals(advice: str = "") -> Iterator[None]:
-    """Context in which STOP_SIGNALS raise an error at once, so that half-written files are deleted.
+    """Make a context in which STOP_SIGNALS raise an error at once, so that half-written files are deleted.
 
     Ctrl-C raises KeyboardInterrupt as always, the others StoppedRunError. A signal within PATIENCE after another one
     would only interrupt the cleaning up, and is ignored. Python drops the error if it is raised in a finaliser (as they
@@ -119,7 +120,9 @@ def stopped_by_signals(advice: str = "") -> Iterator[None]:
         arrivals.append(time.monotonic())
         if len(arrivals) > 1 and arrivals[-1] - arrivals[-2] < PATIENCE:
             return
-        raise KeyboardInterrupt if number == signal.SIGINT else make_stopped_error(number, advice)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise make_stopped_error(number, advice)
 
     def handle_dropped_error(dropped: sys.UnraisableHookArgs) -> None:
         error = dropped.exc_value

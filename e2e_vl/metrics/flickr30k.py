@@ -44,14 +44,27 @@ def correct_candidates(
     boxes: np.ndarray | Sequence[Sequence[float]],
     min_iou: float = MIN_IOU,
 ) -> np.ndarray:
-    """bool [R]: which candidates xyxy [R, 4] have a sufficient IoU with any of the boxes xyxy [n, 4]."""
-    candidates, boxes = (np.asarray(some, dtype=np.float64).reshape(-1, 4) for some in (candidates, boxes))
+    """Mark the candidates that have a sufficient IoU with any of the boxes.
+
+    Args:
+        candidates: xyxy [R, 4].
+        boxes: xyxy [n, 4].
+
+    Returns:
+        bool [R].
+    """
+    candidates = np.asarray(candidates, dtype=np.float64).reshape(-1, 4)
+    boxes = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)
     return (pairwise_iou(candidates, boxes) >= min_iou).any(axis=1)
 
 
 def first_hit(scores: np.ndarray | Sequence[float], is_correct: np.ndarray | Sequence[bool]) -> int | None:
-    """Rank, from 0, of the best right candidate; None if there is none. Of equal scores, the first is better."""
-    ranked = np.asarray(is_correct)[np.argsort(-np.asarray(scores, dtype=np.float64), kind="stable")]
+    """Return the rank, from 0, of the best right candidate; None if there is none.
+
+    Of equal scores, the first is better.
+    """
+    order = np.argsort(-np.asarray(scores, dtype=np.float64), kind="stable")
+    ranked = np.asarray(is_correct)[order]
     return int(ranked.argmax()) if ranked.any() else None
 
 

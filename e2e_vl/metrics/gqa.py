@@ -51,12 +51,14 @@ class GQAPrediction(Prediction, kw_only=True):
 
 
 def belongs(answer: str, choices: Iterable[str], types: Mapping[str, str]) -> bool:
-    """Whether an answer is among the valid (or plausible) choices of a question of these types."""
-    return answer in (COMMON if "Common" in types["detailed"] else choices)
+    """Return whether an answer is among the valid (or plausible) choices of a question of these types."""
+    if "Common" in types["detailed"]:
+        choices = COMMON
+    return answer in choices
 
 
 def gqa_scores(predictions: Sequence[GQAPrediction]) -> dict[str, Any]:
-    """The metrics of the official script for the questions of a split, in per cent.
+    """Compute the metrics of the official script for the questions of a split, in per cent.
 
     Returns:
         "accuracy", "binary" and "open"; if known, "validity", "plausibility" and "grounding"; "consistency" if all
@@ -103,10 +105,10 @@ def gqa_scores(predictions: Sequence[GQAPrediction]) -> dict[str, Any]:
 
 
 def distribution(predictions: Iterable[GQAPrediction]) -> float:
-    """Chi-square between predicted and annotated answers of each group of questions, weighted by the group's size.
+    """Compute the chi-square between predicted and annotated answers of each group of questions, weighted by its size.
 
-    Questions without a group are skipped, and so are predicted answers that are not annotated in the group. 0 if there
-    are no groups.
+    Questions without a group are skipped, and so are predicted answers that are not annotated in the group. It is 0 if
+    there are no groups.
     """
     gold: dict[str, Counter[str]] = defaultdict(Counter)
     predicted: dict[str, Counter[str]] = defaultdict(Counter)
@@ -126,7 +128,7 @@ def distribution(predictions: Iterable[GQAPrediction]) -> float:
 
 
 def gqa_metrics(predictions: Sequence[GQAPrediction]) -> dict[str, float]:
-    """The metrics of `gqa_scores` as fractions, 0 to 1.
+    """Compute the metrics of `gqa_scores` as fractions, 0 to 1.
 
     Predictions without types, such as those for LXMERT's files of balanced questions, only have an accuracy.
 
@@ -161,10 +163,10 @@ def gqa_metrics(predictions: Sequence[GQAPrediction]) -> dict[str, float]:
 
 
 def grounding(annotated: Sequence[Sequence[float]], attended: Iterable[tuple[Sequence[float], float]]) -> float:
-    """Attention on the objects of one question and its answer.
+    """Compute the attention on the objects of one question and its answer.
 
-    The sum, over annotated boxes and regions, of the region's attention times the share of the region inside the box;
-    attention inside several boxes counts several times. (The official script is meant to add the whole image for
+    It is the sum, over annotated boxes and regions, of the region's attention times the share of the region inside the
+    box; attention inside several boxes counts several times. (The official script is meant to add the whole image for
     questions about the scene, but never does, because it looks for "scene" among the keys of a program's steps.)
 
     Args:

@@ -65,7 +65,7 @@ class ReferringPrediction(Prediction, kw_only=True):
 
 
 def box_iou(boxes: np.ndarray, gt_boxes: np.ndarray, convention: str, image_size: Any = None) -> np.ndarray:
-    """IoU of predicted and true boxes, pair by pair.
+    """Compute the IoU of predicted and true boxes, pair by pair.
 
     Args:
         boxes: float [..., 4], predicted, xyxy (x2 = x + w) in pixels of the original image.
@@ -76,16 +76,19 @@ def box_iou(boxes: np.ndarray, gt_boxes: np.ndarray, convention: str, image_size
     Returns:
         float64 [...], in 0..1.
     """
-    boxes, gt_boxes = (np.asarray(array, dtype=np.float64) for array in (boxes, gt_boxes))
-    extra = 0.0
+    boxes = np.asarray(boxes, dtype=np.float64)
+    gt_boxes = np.asarray(gt_boxes, dtype=np.float64)
+    extra = 0.0  # added to every extent
+    smallest = 1.0  # overlaps up to this extent count as none
     if convention == "vlbert":
         height, width = np.moveaxis(np.asarray(image_size, dtype=np.float64), -1, 0)
         last = np.stack([width, height, width, height], axis=-1) - 1
         boxes = np.clip(boxes, 0, last)
         extra = 1.0
-    area, gt_area = (np.prod(array[..., 2:] - array[..., :2] + extra, axis=-1) for array in (boxes, gt_boxes))
+        smallest = 0.0
+    area = np.prod(boxes[..., 2:] - boxes[..., :2] + extra, axis=-1)
+    gt_area = np.prod(gt_boxes[..., 2:] - gt_boxes[..., :2] + extra, axis=-1)
     overlap = np.minimum(boxes[..., 2:], gt_boxes[..., 2:]) - np.maximum(boxes[..., :2], gt_boxes[..., :2]) + extra
-    smallest = 0.0 if convention == "vlbert" else 1.0
     intersection = np.where((overlap > smallest).all(axis=-1), np.prod(overlap, axis=-1), 0.0)
     union = area + gt_area - intersection
     return np.divide(intersection, union, out=np.zeros_like(union), where=union > 0)
@@ -96,7 +99,8 @@ def generalized_iou(box: Box, gt_box: Box) -> float:
 
     It is the IoU minus the share of the smallest enclosing box that is outside their union (arXiv 1902.09630).
     """
-    first, second = (np.asarray(corners, dtype=np.float64) for corners in (box, gt_box))
+    first = np.asarray(box, dtype=np.float64)
+    second = np.asarray(gt_box, dtype=np.float64)
     overlap = np.minimum(first[2:], second[2:]) - np.maximum(first[:2], second[:2])
     enclosing = np.prod(np.maximum(first[2:], second[2:]) - np.minimum(first[:2], second[:2]))
     intersection = np.prod(overlap.clip(min=0))
@@ -107,12 +111,14 @@ def generalized_iou(box: Box, gt_box: Box) -> float:
 
 
 def hits(boxes: np.ndarray, gt_boxes: np.ndarray, convention: str, image_size: Any = None) -> np.ndarray:
-    """Which predicted boxes are right.
+    """Mark the predicted boxes that are right.
 
     Arguments as in `box_iou`. Returns bool [...].
     """
     iou = box_iou(boxes, gt_boxes, convention, image_size)
-    return iou > THRESHOLD + _ROUNDING if convention == "strict" else iou >= THRESHOLD - _ROUNDING
+    if convention == "strict":
+        return iou > THRESHOLD + _ROUNDING
+    return iou >= THRESHOLD - _ROUNDING
 
 
 def referring_metrics(
@@ -155,12 +161,20 @@ def referring_metrics(
                     f"The prediction for text {prediction.text_index} has no {name}, which the convention {convention} "
                     "needs."
                 )
-        result = _same_annotation(prediction) if convention == "same_annotation" else _iou_hit(prediction, convention)
+        if convention == "same_annotation":
+            is_right, is_reachable = _same_annotation(prediction)
+        else:
+            is_right, is_reachable = _iou_hit(prediction, convention)
         for family in families:
-            right[family].append(result)
+            right[family].append((is_right, is_reachable))
         found_some.append(prediction.box is not None)
-        f1_hits.append(_generalized_hit(prediction) if f1_overlap == "generalized_iou" else result[0])
-        ious.append(0.0 if prediction.box is None else area_iou([prediction.box], prediction.targets or ()))
+        if f1_overlap == "generalized_iou":
+            is_right = _generalized_hit(prediction)
+        f1_hits.append(is_right)
+        iou = 0.0
+        if prediction.box is not None:
+            iou = area_iou([prediction.box], prediction.targets or ())
+        ious.append(iou)
     metrics = {"accuracy": 0.0, "ceiling": 0.0, "count": float(len(right[""]))}
     for family, results in sorted(right.items()):
         if results:
@@ -168,8 +182,8 @@ def referring_metrics(
             metrics[f"accuracy{family}"] = float(accuracy)
             metrics[f"ceiling{family}"] = float(ceiling)
     if found_none:
-        for family, is_right in sorted(found_none.items()):
-            metrics[f"n_acc{family}"] = float(np.mean(is_right))
+        for family, results in sorted(found_none.items()):
+            metrics[f"n_acc{family}"] = float(np.mean(results))
         metrics["t_acc"] = float(np.mean(found_some or [0.0]))
         metrics["giou"] = float(np.mean(ious))
         metrics["f1_precision"] = float(np.mean(f1_hits))
@@ -205,12 +219,14 @@ def _iou_hit(prediction: ReferringPrediction, convention: str) -> tuple[bool, bo
     gt_box = np.asarray(prediction.targets[0], dtype=np.float64)
     candidates = np.asarray(prediction.candidate_boxes, dtype=np.float64).reshape(-1, 4)
     reachable = bool(hits(candidates, gt_box, convention, prediction.image_size).any())
-    has_box = prediction.box is not None
-    return has_box and bool(hits(np.asarray(prediction.box), gt_box, convention, prediction.image_size)), reachable
+    is_right = False
+    if prediction.box is not None:
+        is_right = bool(hits(np.asarray(prediction.box), gt_box, convention, prediction.image_size))
+    return is_right, reachable
 
 
 def _generalized_hit(prediction: ReferringPrediction) -> bool:
-    """Whether the predicted box is the only true one by gRefCOCO's official rule."""
+    """Return whether the predicted box is the only true one by gRefCOCO's official rule."""
     targets = prediction.targets or ()
     if prediction.box is None or len(targets) != 1:
         return False
@@ -218,6 +234,7 @@ def _generalized_hit(prediction: ReferringPrediction) -> bool:
 
 
 def _same_annotation(prediction: ReferringPrediction) -> tuple[bool, bool]:
+    """Return (the referred annotation was chosen, it is among the candidates)."""
     ann_ids: Sequence[Id] = prediction.candidate_ann_ids
     candidates = np.asarray(prediction.candidate_boxes, dtype=np.float64).reshape(-1, 4)
     reachable = prediction.ann_id in ann_ids

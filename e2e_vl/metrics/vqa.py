@@ -36,12 +36,20 @@ there's they'd they'd've they'll they're they've wasn't we'd've we've weren't wh
 where'd where's where've who'd who'd've who'll who's who've why'll why're why's won't would've wouldn't wouldn't've
 y'all y'all'd've y'all'll you'd you'd've you'll you're you've
 """
-_WITH_APOSTROPHES = {
-    word[:position] + word[position + 1 :]: word
-    for word in _CONTRACTIONS.split()
-    for position, letter in enumerate(word)
-    if letter == "'"
-} | {"somebody'd": "somebodyd"}  # as in the official table
+
+
+def _restorable_contractions() -> dict[str, str]:
+    """Return the contractions, by their spellings with one apostrophe missing."""
+    contractions = {}
+    for word in _CONTRACTIONS.split():
+        for position, letter in enumerate(word):
+            if letter == "'":
+                contractions[word[:position] + word[position + 1 :]] = word
+    contractions["somebody'd"] = "somebodyd"  # as in the official table
+    return contractions
+
+
+_WITH_APOSTROPHES = _restorable_contractions()
 
 
 class VQAPrediction(Prediction, kw_only=True):
@@ -64,7 +72,9 @@ class VQAPrediction(Prediction, kw_only=True):
         """The official accuracy, 0 to 1; None if the truth is unknown."""
         if self.answers is not None:
             return answer_accuracy(self.answer, self.answers)
-        return None if self.answer_scores is None else float(self.answer_scores.get(self.answer, 0.0))
+        if self.answer_scores is not None:
+            return float(self.answer_scores.get(self.answer, 0.0))
+        return None
 
 
 def clean_answer(answer: str) -> str:
@@ -73,7 +83,7 @@ def clean_answer(answer: str) -> str:
 
 
 def strip_punctuation(answer: str) -> str:
-    """The official punctuation step.
+    """Apply the official punctuation step.
 
     Each mark (slashes, brackets, double quotes, = + _ - > < @ ` ; , ? !) is deleted if it is next to a space
     anywhere in the answer, or if there is a comma between two digits; otherwise it becomes a space. The first 32
@@ -88,7 +98,7 @@ def strip_punctuation(answer: str) -> str:
 
 
 def standardise_words(answer: str) -> str:
-    """The official step on words: lower case, digits for none and zero to ten, no articles, contractions written out.
+    """Apply the official step on words: lower case, digits for none and zero to ten, no articles, full contractions.
 
     Articles alone give the empty string.
     """
@@ -97,19 +107,21 @@ def standardise_words(answer: str) -> str:
 
 
 def normalise_answer(answer: str) -> str:
-    """All normalisation steps; answers are equal if their normalised strings are."""
+    """Apply all normalisation steps; answers are equal if their normalised strings are."""
     return standardise_words(strip_punctuation(clean_answer(answer)))
 
 
 def answer_accuracy(prediction: str, answers: Sequence[str]) -> float:
-    """Score of one prediction, 0 to 1: the mean over the human answers of min(1, matches among the other answers / 3).
+    """Score a prediction, 0 to 1: the mean over the human answers of min(1, matches among the other answers / 3).
 
     With ten answers, 0, 1, 2, 3 or more than 3 matches give 0, 0.3, 0.6, 0.9 or 1. When all human answers are the same
     string, answers are compared without normalisation, so case matters (as in the official script).
     """
-    prediction, answers = clean_answer(prediction), [clean_answer(answer) for answer in answers]
+    prediction = clean_answer(prediction)
+    answers = [clean_answer(answer) for answer in answers]
     if len(set(answers)) > 1:
-        prediction, answers = normalise_answer(prediction), [normalise_answer(answer) for answer in answers]
+        prediction = normalise_answer(prediction)
+        answers = [normalise_answer(answer) for answer in answers]
     matches = [answer == prediction for answer in answers]
     total = sum(matches)
     # summed one by one as in the script, for the same rounding
@@ -143,9 +155,9 @@ def write_submission(path: Path, predictions: Sequence[VQAPrediction]) -> None:
 
 
 def soft_scores(answers: Sequence[str], *, normalised: bool = False) -> dict[str, float]:
-    """Training target: the score of each distinct human answer, judged by the other answers.
+    """Compute the training target: the score of each distinct human answer, judged by the other answers.
 
-    The mean over the answers of min(1, equal answers among the others / 3): 0.3, 0.6, 0.9 or 1 for an answer that
+    It is the mean over the answers of min(1, equal answers among the others / 3): 0.3, 0.6, 0.9 or 1 for an answer that
     occurs once, twice, three times or more often among ten.
 
     Args:
@@ -153,14 +165,17 @@ def soft_scores(answers: Sequence[str], *, normalised: bool = False) -> dict[str
         normalised: count normalised answers; False counts raw strings (BAN's tool and the official VL-BERT code), so
             that "Two" does not count for the vocabulary's "2".
     """
+    if normalised:
+        answers = [normalise_answer(answer) for answer in answers]
     number = len(answers)
-    counts = Counter(normalise_answer(answer) for answer in answers) if normalised else Counter(answers)
-    return {
-        answer: (count * min(3, count - 1) + (number - count) * min(3, count)) / (3 * number)
-        for answer, count in counts.items()
-    }
+    scores = {}
+    for answer, count in Counter(answers).items():
+        of_same = count * min(3, count - 1)  # as each person who gave the answer sees it
+        of_others = (number - count) * min(3, count)
+        scores[answer] = (of_same + of_others) / (3 * number)
+    return scores
 
 
 def vocabulary_answer(answer: str) -> str:
-    """An annotation's most frequent answer as spelled in vocabularies (BAN's tool): normalised, without commas."""
+    """Spell an annotation's most frequent answer as in vocabularies (BAN's tool): normalised, without commas."""
     return standardise_words(strip_punctuation(answer)).replace(",", "")
