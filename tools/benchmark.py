@@ -37,8 +37,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -88,17 +87,20 @@ Rows = dict[str, dict[str, dict[str, Any]]]  # group -> variant -> numbers
 
 @print_errors
 def main(argv: list[str] | None = None) -> int:
-    outer = argparse.ArgumentParser(add_help=False)  # options that are not passed on to the processes that are started
-    outer.add_argument("--against", type=Path, metavar="CHECKOUT", help="compare this checkout with another one")
-    outer.add_argument("--pairs", type=int, default=5, help="runs of each checkout, in turn (default: 5)")
-    outer.add_argument("--output", type=Path, metavar="JSON", help="write all numbers to this file")
-    outer.add_argument("--chart", type=Path, metavar="PNG", help="draw medians and ranges")
-    shape = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=shape, parents=[outer])
+    # options that are not passed on to the processes that are started
+    outer_parser = argparse.ArgumentParser(add_help=False)
+    outer_parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="compare this checkout with another one")
+    outer_parser.add_argument("--pairs", type=int, default=5, help="runs of each checkout, in turn (default: 5)")
+    outer_parser.add_argument("--output", type=Path, metavar="JSON", help="write all numbers to this file")
+    outer_parser.add_argument("--chart", type=Path, metavar="PNG", help="draw medians and ranges")
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, parents=[outer_parser])
     parser.add_argument("command", choices=[*PLANS, "memory", "estimate"])
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override those of --config")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", type=torch.device, default=device, help="cpu or cuda (default: cuda if present)")
+    default_device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument(
+        "--device", type=torch.device, default=default_device, help="cpu or cuda (default: cuda if present)"
+    )
     parser.add_argument("--precision", choices=DTYPES, default="fp32")
     parser.add_argument("--repetitions", type=int, default=5, help="timed calls of each variant (default: 5)")
     parser.add_argument("--only", metavar="VARIANT", help="the only variant to measure, such as grouped")
@@ -113,60 +115,74 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--words", type=int, default=14, help="... and so many wordpieces in each (default: 14)")
     parser.add_argument("--epochs", type=float, default=1, help="of `estimate` (default: 1)")
     parser.add_argument("--gpus", type=int, default=4, help="... on one GPU, and on so many (default: 4)")
-    own, words = outer.parse_known_args(argv)
+    outer_arguments, words = outer_parser.parse_known_args(argv)
     arguments = parser.parse_intermixed_args(words)  # settings may stand between options
+
     if arguments.command == "estimate":
-        if (arguments.examples is None) != (arguments.config == parser.get_default("config")):
+        has_examples = arguments.examples is not None
+        has_config = arguments.config != parser.get_default("config")
+        if has_examples != has_config:
             parser.error("estimate needs both of --config and --examples, or neither")
         for line in estimate(arguments):
             print(line, flush=True)
         return 0
+
     on_cpu = arguments.device.type == "cpu"
     os.environ["ACCELERATE_USE_CPU"] = str(on_cpu).lower()
-    device = platform.processor() or "cpu" if on_cpu else torch.cuda.get_device_name()
-    machine = {"device": device, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    if on_cpu:
+        device_name = platform.processor() or "cpu"
+    else:
+        device_name = torch.cuda.get_device_name()
+    machine = {"device": device_name, "threads": torch.get_num_threads(), "torch": torch.__version__}
     result = {"machine": machine, "command": words}
-    if own.against is not None:
-        result |= compare_checkouts(words, own.against.resolve(), own.pairs)
+    if outer_arguments.against is not None:
+        result |= compare_checkouts(words, outer_arguments.against.resolve(), outer_arguments.pairs)
     elif arguments.command == "memory":
         result |= measure_memory(words, arguments)
     else:
         with tempfile.TemporaryDirectory() as arguments.folder:
             result |= measure(arguments)
+
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
     print("\n".join(describe(result)))
-    for path in filter(None, (own.output, own.chart)):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    if own.output is not None:
-        write_json(own.output, result)
-    if own.chart is not None:
-        draw(result["cases"], f"{arguments.command} on {device}", own.chart)
+    output, chart = outer_arguments.output, outer_arguments.chart
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_json(output, result)
+    if chart is not None:
+        chart.parent.mkdir(parents=True, exist_ok=True)
+        draw(result["cases"], f"{arguments.command} on {device_name}", chart)
     return 0
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Times, FLOPs and peak memory of every step of a command, and the best rates of the device."""
+    """Measure times, FLOPs and peak memory of every step of a command, and the best rates of the device."""
     plan, details = PLANS[arguments.command](arguments)
-    best, cases = best_rates(arguments.device, DTYPES[arguments.precision]), {}
+    best_tflops = best_rates(arguments.device, DTYPES[arguments.precision])
+    cases: Rows = {}
     for group, steps in plan.items():
         calls = {name: call for name, (call, _) in steps.items() if arguments.only in (None, name)}
-        # `data` starts processes, which would count forever
-        flops = {name: 0 if arguments.command == "data" else count_flops(call) for name, call in calls.items()}
+        if arguments.command == "data":  # it starts processes, which would count forever
+            flops = dict.fromkeys(calls, 0)
+        else:
+            flops = {name: count_flops(call) for name, call in calls.items()}
         cases[group] = take_turns(calls, arguments.repetitions, arguments.device)
         for name, row in cases[group].items():
-            rate = flops[name] / row["median"] / 1e12
-            row |= {"gflop": flops[name] / 1e9, "tflops": rate, "share": rate / max(best.values())}
-            row["images_per_second"] = steps[name][1] / row["median"]
-    return {"best_tflops": best, "cases": cases, **details}
+            _, images = steps[name]
+            row["gflop"] = flops[name] / 1e9
+            row["tflops"] = flops[name] / row["median"] / 1e12
+            row["share"] = row["tflops"] / max(best_tflops.values())
+            row["images_per_second"] = images / row["median"]
+    return {"best_tflops": best_tflops, "cases": cases, **details}
 
 
 def take_turns(calls: dict[str, Callable], repetitions: int, device: torch.device) -> dict[str, dict[str, Any]]:
-    """Seconds and peak memory of each, after one call; they take turns, in alternating order."""
+    """Measure seconds and peak memory of each call, after a first one; they take turns, in alternating order."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    peaks = dict.fromkeys(calls, 0)
+    peaks = dict.fromkeys(calls, 0)  # bytes
     on_gpu = device.type == "cuda"
     for repetition in tqdm(range(repetitions + 1), leave=False):
-        for name in list(calls)[:: 1 if repetition % 2 == 0 else -1]:
+        for name in in_turn(calls, repetition):
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats(device)
             started = time.perf_counter()
@@ -174,12 +190,22 @@ def take_turns(calls: dict[str, Callable], repetitions: int, device: torch.devic
             if on_gpu:
                 torch.cuda.synchronize(device)
             seconds[name].append(time.perf_counter() - started)
-            resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in kibibytes on Linux
-            peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated(device) if on_gpu else resident)
+            if on_gpu:
+                peak = torch.cuda.max_memory_allocated(device)
+            else:
+                peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in kibibytes on Linux
+            peaks[name] = max(peaks[name], peak)
     return {name: {**summarise(seconds[name][1:]), "peak_gib": peaks[name] / 2**30} for name in calls}
 
 
+def in_turn(names: Iterable[str], repetition: int) -> list[str]:
+    """Return the names in their order, or in reverse in every other repetition."""
+    order = list(names)
+    return order if repetition % 2 == 0 else order[::-1]
+
+
 def summarise(values: list[float]) -> dict[str, Any]:
+    """Return the median, the range, and the values themselves."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "values": values}
 
 
@@ -190,10 +216,10 @@ def count_flops(call: Callable[[], Any]) -> int:
 
 
 def best_rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """TFLOP/s of a large matrix product and of a 3x3 convolution of 256 channels."""
-    side, number = (8192, 32) if device.type == "cuda" else (1536, 1)
-    matrix = torch.randn(side, side, device=device, dtype=dtype)
-    images = torch.randn(number, 256, 64, 64, device=device, dtype=dtype).to(memory_format=torch.channels_last)
+    """Return the TFLOP/s of a large matrix product and of a 3x3 convolution of 256 channels."""
+    matrix_size, batch_size = (8192, 32) if device.type == "cuda" else (1536, 1)
+    matrix = torch.randn(matrix_size, matrix_size, device=device, dtype=dtype)
+    images = torch.randn(batch_size, 256, 64, 64, device=device, dtype=dtype).to(memory_format=torch.channels_last)
     kernel = torch.randn(256, 256, 3, 3, device=device, dtype=dtype).to(memory_format=torch.channels_last)
     calls = {"matrix product": lambda: matrix @ matrix, "3x3 convolution": lambda: F.conv2d(images, kernel, padding=1)}
     rows = take_turns(calls, 5, device)
@@ -201,59 +227,70 @@ def best_rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
 
 
 def measure_in_process(words: list[str], checkout: Path = ROOT) -> dict[str, Any]:
+    """Return what this program measures with the code of a checkout, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.json"
         command = [sys.executable, __file__, *words, "--output", str(output)]
         environment = {**os.environ, "PYTHONPATH": str(checkout)}
-        done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        if done.returncode:
-            last = done.stderr.strip().splitlines()[-1]
-            raise UserError(f"This program cannot run `{' '.join(words)}` with the code in {checkout}: {last}")
+        process = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        if process.returncode:
+            last_line = process.stderr.strip().splitlines()[-1]
+            raise UserError(f"This program cannot run `{' '.join(words)}` with the code in {checkout}: {last_line}")
         return read_json(output)
 
 
 def compare_checkouts(words: list[str], checkout: Path, pairs: int) -> dict[str, Any]:
-    """Medians of this checkout and another one, measured in turn, and the ratios this / other of all pairs."""
-    results: dict[str, list[dict[str, Any]]] = {"other": [], "this": []}
+    """Return medians of this checkout and another one, measured in turn, and the ratios this / other of all pairs."""
+    checkouts = {"other": checkout, "this": ROOT}
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in checkouts}
     for pair in tqdm(range(pairs), desc="pairs"):
-        for name in list(results)[:: 1 if pair % 2 == 0 else -1]:
-            results[name].append(measure_in_process(words, ROOT if name == "this" else checkout))
+        for name in in_turn(checkouts, pair):
+            results[name].append(measure_in_process(words, checkouts[name]))
+
     cases: Rows = {}
     for group, variants in results["this"][0]["cases"].items():
         for variant in variants:
-            other, this = ([one["cases"][group][variant] for one in found] for found in results.values())
-            case = cases[f"{group}, {variant}"] = {
-                name: {**rows[-1], **summarise([one["median"] for one in rows])}
-                for name, rows in (("other", other), ("this", this))
-            }
-            case["this"]["ratio"] = summarise([a["median"] / b["median"] for a, b in zip(this, other, strict=True)])
+            case: dict[str, dict[str, Any]] = {}
+            medians: dict[str, list[float]] = {}
+            for name, checkout_results in results.items():
+                rows = [result["cases"][group][variant] for result in checkout_results]
+                medians[name] = [row["median"] for row in rows]
+                case[name] = {**rows[-1], **summarise(medians[name])}
+            ratios = [this / other for this, other in zip(medians["this"], medians["other"], strict=True)]
+            case["this"]["ratio"] = summarise(ratios)
+            cases[f"{group}, {variant}"] = case
     return {"cases": cases, "best_tflops": results["this"][-1]["best_tflops"]}
 
 
 def measure_memory(words: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
-    """A training step in a process of its own for each case."""
-    texts = load_config(arguments.config, arguments.overrides).data.texts_per_image
-    train = ["train" if word == "memory" else word for word in words]
+    """Measure a training step, each case in a process of its own, with activations stored and recomputed."""
+    texts_per_image = load_config(arguments.config, arguments.overrides).data.texts_per_image
+    train_words = ["train" if word == "memory" else word for word in words]
     cases: Rows = {}
-    for (only, number), is_checkpointed in itertools.product({"single": 1, "grouped": texts}.items(), (False, True)):
-        setting = f"train.activation_checkpointing={str(is_checkpointed).lower()}"
-        found = measure_in_process([*train, "--only", only, setting])
-        name = "recomputed activations" if is_checkpointed else "stored activations"
-        cases.setdefault(f"{number} texts per image", {})[name] = found["cases"]["step"][only]
-    return {"cases": cases, "best_tflops": found["best_tflops"]}
+    for variant, number in (("single", 1), ("grouped", texts_per_image)):
+        rows: dict[str, dict[str, Any]] = {}
+        for name, is_checkpointed in (("stored activations", "false"), ("recomputed activations", "true")):
+            setting = f"train.activation_checkpointing={is_checkpointed}"
+            result = measure_in_process([*train_words, "--only", variant, setting])
+            rows[name] = result["cases"]["step"][variant]
+        cases.setdefault(f"{number} texts per image", {}).update(rows)
+    return {"cases": cases, "best_tflops": result["best_tflops"]}
 
 
 def describe(result: dict[str, Any]) -> Iterator[str]:
-    """A Markdown table of all cases, and lines with everything else."""
+    """Yield a Markdown table of all cases, and lines with everything else."""
     columns = ("", "", "s (range)", "ratio", "images/s", "GFLOP", "TFLOP/s", "share", "peak GiB")
     yield f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
     for group, rows in result["cases"].items():
+        first_median = next(iter(rows.values()))["median"]
         for name, row in rows.items():
-            ratio = row.get("ratio", {"median": row["median"] / next(iter(rows.values()))["median"]})
-            spread = f" ({ratio['min']:.3f} .. {ratio['max']:.3f})" if "min" in ratio else ""
+            if "ratio" in row:
+                ratio = "{median:.3f} ({min:.3f} .. {max:.3f})".format(**row["ratio"])
+            else:
+                ratio = f"{row['median'] / first_median:.3f}"
             yield (
                 f"| {group} | {name} | {row['median']:.3f} ({row['min']:.3f} .. {row['max']:.3f}) "
-                f"| {ratio['median']:.3f}{spread} | {row['images_per_second']:.2f} | {row['gflop']:.1f} "
+                f"| {ratio} | {row['images_per_second']:.2f} | {row['gflop']:.1f} "
                 f"| {row['tflops']:.3f} | {row['share']:.0%} | {row['peak_gib']:.2f} |"
             )
     yield "best rate: " + ", ".join(f"{name} {rate:.3f} TFLOP/s" for name, rate in result["best_tflops"].items())
@@ -262,22 +299,27 @@ def describe(result: dict[str, Any]) -> Iterator[str]:
 
 
 def draw(cases: Rows, title: str, path: Path) -> None:
-    """A bar for the median of each case, and a line for its range."""
-    rows = {f"{group}, {name}": row for group, variants in cases.items() for name, row in variants.items()}
-    medians, least, most = ([row[key] for row in rows.values()] for key in ("median", "min", "max"))
-    colors = [f"C{number}" for variants in cases.values() for number in range(len(variants))]
+    """Draw a bar for the median of each case, and a line for its range."""
+    rows: dict[str, dict[str, Any]] = {}
+    colors: list[str] = []  # a variant's number within its group
+    for group, variants in cases.items():
+        for number, (name, row) in enumerate(variants.items()):
+            rows[f"{group}, {name}"] = row
+            colors.append(f"C{number}")
     figure = Figure(figsize=(8, 1.2 + 0.4 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    axes.barh(list(rows), medians, color=colors)
-    axes.hlines(list(rows), least, most, colors="black")
+    axes.barh(list(rows), [row["median"] for row in rows.values()], color=colors)
+    minima = [row["min"] for row in rows.values()]
+    maxima = [row["max"] for row in rows.values()]
+    axes.hlines(list(rows), minima, maxima, colors="black")
     axes.invert_yaxis()
     axes.set(xlabel="seconds (median and range)", title=title)
     figure.savefig(path)
 
 
 def open_run(arguments: argparse.Namespace, *settings: str) -> tuple[RunConfig, Run]:
-    """The run of `--config`; drawn scenes, and files of the run, are in a temporary folder."""
-    precision = arguments.precision.replace("fp32", "'no'")
+    """Build the run of `--config`; drawn scenes, and files of the run, are in a temporary folder."""
+    precision = "'no'" if arguments.precision == "fp32" else arguments.precision
     words = [*arguments.overrides, *settings, f"output={arguments.folder}/run", f"train.mixed_precision={precision}"]
     config = load_config(arguments.config, words)
     if arguments.boxes is not None and config.data.boxes.train == BoxSource.ONLINE:
@@ -292,58 +334,75 @@ def open_run(arguments: argparse.Namespace, *settings: str) -> tuple[RunConfig, 
 
 def plan_train(arguments: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
     config, run = open_run(arguments, "data.flip=0")
-    number, texts = (
-        config.train.micro_batch_size,
-        config.data.texts_per_image,
-    )
-    rich = [group[:texts] if len(group) >= texts else [] for group in run.train_data.groups]
-    requests = next(iter(GroupedBatchSampler(rich, number, texts, shuffle=False)))
-    parts = [[Request(one.group, one.texts[row : row + 1]) for one in requests] for row in range(texts)]
-    batches = [
-        run.collate([run.train_data[one] for one in part], pad_to=arguments.image_size) for part in (requests, *parts)
-    ]
+    images = config.train.micro_batch_size
+    texts_per_image = config.data.texts_per_image
+
+    # only images with enough texts are read; the indices of the groups stay
+    groups = [[] if len(group) < texts_per_image else group[:texts_per_image] for group in run.train_data.groups]
+    grouped_requests = next(iter(GroupedBatchSampler(groups, images, texts_per_image, shuffle=False)))
+    request_lists = [grouped_requests]
+    for position in range(texts_per_image):
+        request_lists.append(
+            [Request(request.group, request.texts[position : position + 1]) for request in grouped_requests]
+        )
+    batches: list[Batch] = []
+    for requests in request_lists:
+        examples = [run.train_data[request] for request in requests]
+        batches.append(run.collate(examples, pad_to=arguments.image_size))
     if arguments.boxes is not None:
-        pairs, count = zip(batches[0].boxes, batches[0].images.sizes, strict=True), arguments.boxes[0]
-        boxes = [torch.cat([own, random_boxes(count) * size.flip(0).repeat(2)])[:count] for own, size in pairs]
+        count = arguments.boxes[0]
+        boxes: list[Tensor] = []
+        for image_boxes, size in zip(batches[0].boxes, batches[0].images.sizes, strict=True):
+            added_boxes = random_boxes(count) * size.flip(0).repeat(2)
+            boxes.append(torch.cat([image_boxes, added_boxes])[:count])
         batches = [dataclasses.replace(batch, boxes=boxes) for batch in batches]
+
     handlers = [DistributedDataParallelKwargs()]  # of which Trainer sets fields
     accelerator = make_accelerator(config.train.mixed_precision, kwargs_handlers=handlers)
     trainer = Trainer(config, accelerator, run, checkpoint=None)
     grouped, *singles = batches
     steps = {
-        "ungrouped": (lambda: trainer.train_step(singles), number),
-        "grouped": (lambda: trainer.train_step([grouped]), number),
-        "single": (lambda: trainer.train_step(singles[:1]), number),
+        "ungrouped": (lambda: trainer.train_step(singles), images),
+        "grouped": (lambda: trainer.train_step([grouped]), images),
+        "single": (lambda: trainer.train_step(singles[:1]), images),
     }
     pixels = list(grouped.images.pixels.shape[-2:])
-    return {"step": steps}, {"images": number, "texts_per_image": texts, "pixels": pixels}
+    return {"step": steps}, {"images": images, "texts_per_image": texts_per_image, "pixels": pixels}
 
 
 def plan_evaluate(arguments: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
     config, run = open_run(arguments, "data.workers=0")
-    accelerator, number = make_accelerator(config.train.mixed_precision), config.eval.images_per_batch
-    model, steps = run.model.to(arguments.device), {}
+    accelerator = make_accelerator(config.train.mixed_precision)
+    model = run.model.to(arguments.device)
+    images = config.eval.images_per_batch
+    steps = {}
     for source in config.eval.boxes:
         data = build_examples(config, model, run.tokenizer, config.data.train_split, boxes=source)
-        call = functools.partial(Evaluator(config, accelerator).predict_texts, model, data, max_images=number)
-        steps[str(source)] = call, min(number, len(data.groups))
+        call = functools.partial(Evaluator(config, accelerator).predict_texts, model, data, max_images=images)
+        steps[str(source)] = (call, min(images, len(data.groups)))
     return {"batch": steps}, {}
 
 
 def plan_data(arguments: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
     config, run = open_run(arguments)
-    number, steps = config.train.micro_batch_size, {}
-    sampler = GroupedBatchSampler(run.train_data.groups, number, config.data.texts_per_image)
+    images_per_batch = config.train.micro_batch_size
+    sampler = GroupedBatchSampler(run.train_data.groups, images_per_batch, config.data.texts_per_image)
+    images = images_per_batch * min(BATCHES, len(sampler))
+    steps = {}
     for workers in dict.fromkeys((0, config.data.workers)):
         loader = BatchLoader(run.train_data, sampler, run.collate, workers=workers, keep_workers=True)
-        images = number * min(BATCHES, len(sampler)) / max(workers, 1)
-        steps[f"{workers} workers"] = lambda loader=loader: deque(itertools.islice(loader, BATCHES), maxlen=0), images
+        steps[f"{workers} workers"] = (functools.partial(read_batches, loader), images / max(workers, 1))
     pixels = next(iter(loader)).images.pixels
     return {"pass": steps}, {"batch": f"{pixels.dtype} {list(pixels.shape)}, {pixels.nbytes / 1e6:.1f} MB"}
 
 
+def read_batches(loader: BatchLoader) -> None:
+    for _ in itertools.islice(loader, BATCHES):
+        pass
+
+
 def plan_ask(arguments: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
-    """`seconds`: until the model is loaded, and its first answer."""
+    """Plan an answer; `seconds` are those until the model is loaded, and of its first answer."""
     import e2e_vl
 
     if None in (arguments.run, arguments.image, arguments.text):
@@ -367,30 +426,46 @@ def autocast(arguments: argparse.Namespace) -> torch.autocast:
 
 
 def random_boxes(number: int) -> Tensor:
-    """float32 [number, 4], xyxy in units of the image: top-left in its first half, sides of 10 to 50 % of its sides."""
-    corners = torch.rand(number, 2) * 0.5
-    return torch.cat([corners, corners + 0.1 + torch.rand(number, 2) * 0.4], dim=1)
+    """Draw boxes: top-left corners in the first half of the image, sides of 10 to 50 % of its sides.
+
+    Returns:
+        float32 [number, 4], xyxy in units of the image.
+    """
+    top_left = torch.rand(number, 2) * 0.5
+    bottom_right = top_left + 0.1 + torch.rand(number, 2) * 0.4
+    return torch.cat([top_left, bottom_right], dim=1)
 
 
 def plan_detector(arguments: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
     torch.manual_seed(0)
-    detectors = {name: one.to(arguments.device) for name, one in make_detectors(arguments.detector_config).items()}
+    detectors = make_detectors(arguments.detector_config)
+    for detector in detectors.values():
+        detector.to(arguments.device)
     detectors["builtin"].to(memory_format=torch.channels_last)  # as `train.channels_last` does
     height, width = arguments.image_size or (600, 1000)
-    sizes, scale = torch.tensor([(height, width)]), torch.tensor([width, height, width, height])
+    sizes = torch.tensor([(height, width)])
     batch = ImageBatch(torch.randn(1, 3, height, width) * 50, sizes, sizes, ["image"]).to(arguments.device)
-    plan, difference, precision = {}, 0.0, autocast(arguments)
+    precision = autocast(arguments)
+
+    plan: Plan = {}
+    difference = 0.0
     for count in arguments.boxes or [100, 36]:
-        boxes = [(random_boxes(count) * scale).to(arguments.device)]
-        calls = {name: functools.partial(get_features, precision, one, batch, boxes) for name, one in detectors.items()}
-        ours, theirs = calls["builtin"](), list(calls.values())[-1]()
+        boxes = [(random_boxes(count) * torch.tensor([width, height, width, height])).to(arguments.device)]
+        calls = {
+            name: functools.partial(get_features, precision, detector, batch, boxes)
+            for name, detector in detectors.items()
+        }
+        features = [call() for call in calls.values()]
+        ours, theirs = features[0], features[-1]
         difference = max(difference, ((ours - theirs).abs().max() / theirs.abs().max()).item())
         plan[f"features of {count} boxes"] = {name: (call, 1) for name, call in calls.items()}
-    plan["training step"] = {}  # with the last boxes; it changes the weights
-    for name, one in detectors.items():
-        optimizer = torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=1e-6)
-        step = functools.partial(train_detector, precision, one, batch, boxes, optimizer)
-        plan["training step"][name] = step, 1
+
+    training_steps = {}  # with the last boxes; they change the weights
+    for name, detector in detectors.items():
+        parameters = [parameter for parameter in detector.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.SGD(parameters, lr=1e-6)
+        training_steps[name] = (functools.partial(train_detector, precision, detector, batch, boxes, optimizer), 1)
+    plan["training step"] = training_steps
     return plan, {"feature_difference": difference}
 
 
@@ -404,25 +479,26 @@ def get_features(autocast: torch.autocast, detector: nn.Module, batch: ImageBatc
 def train_detector(
     autocast: torch.autocast, detector: nn.Module, batch: ImageBatch, boxes: list[Tensor], optimizer: torch.optim.SGD
 ) -> None:
-    """Forward with detection losses and features of the boxes, backward of both, and a step."""
+    """Train one step: forward with detection losses and features of the boxes, backward of both, and an update."""
     detector.train()
-    objects = [rows[:OBJECTS] for rows in boxes]
-    targets = DetectionTargets(objects, [rows.new_zeros(len(rows), dtype=torch.int64) for rows in objects])
+    object_boxes = [image_boxes[:OBJECTS] for image_boxes in boxes]
+    object_classes = [image_boxes.new_zeros(len(image_boxes), dtype=torch.int64) for image_boxes in object_boxes]
     with autocast:
-        regions = detector(batch, boxes, targets)
-        loss = sum(loss.mean for loss in regions.losses.values()) + torch.cat(regions.features).float().mean()
+        regions = detector(batch, boxes, DetectionTargets(object_boxes, object_classes))
+        detection_loss = sum(loss.mean for loss in regions.losses.values())
+        loss = detection_loss + torch.cat(regions.features).float().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
 
 def make_detectors(file: Path) -> dict[str, nn.Module]:
-    """The built-in detector and another one with the same weights, if there is one."""
-    sampled = {"ROI_HEADS": {"BATCH_SIZE_PER_IMAGE": SAMPLED_ROIS}}
-    tree: dict[str, Any] = {"_BASE_": str(file.resolve()), "MODEL": sampled}
+    """Make the built-in detector and another one with the same weights, if there is one."""
+    model_settings: dict[str, Any] = {"ROI_HEADS": {"BATCH_SIZE_PER_IMAGE": SAMPLED_ROIS}}
     is_torchvision = file.stem == "torchvision_R_50_FPN_v2"
     if is_torchvision:
-        tree["MODEL"]["BACKBONE"] = {"FREEZE_AT": 0}  # torchvision trains all of it
+        model_settings["BACKBONE"] = {"FREEZE_AT": 0}  # torchvision trains all of it
+    tree = {"_BASE_": str(file.resolve()), "MODEL": model_settings}
     config = DetectorConfig.from_yaml(tree)
     builtin = FasterRCNN(config)
     if is_torchvision:
@@ -447,20 +523,24 @@ class TorchvisionDetector(nn.Module):
         self.model = model
 
     def forward(self, images: ImageBatch, boxes: list[Tensor], targets: DetectionTargets | None = None) -> Regions:
-        """The images are resized and normalised already; torchvision's own transform is not used."""
-        model, heads = self.model, self.model.roi_heads
+        """Return the regions of images that are resized and normalised already, without torchvision's own transform."""
+        model = self.model
+        heads = model.roi_heads
         sizes = [(height, width) for height, width in images.sizes.tolist()]
         pixels = pad_to_multiple(images.pixels, 32)
         maps = model.backbone(pixels)
         losses = {}
         if targets is not None:
-            pairs = zip(targets.boxes, targets.classes, strict=True)
-            objects = [{"boxes": rows, "labels": classes + 1} for rows, classes in pairs]
+            objects = [
+                {"boxes": image_boxes, "labels": classes + 1}
+                for image_boxes, classes in zip(targets.boxes, targets.classes, strict=True)
+            ]
             proposals, losses = model.rpn(detection.image_list.ImageList(pixels, sizes), maps, objects)
-            losses |= heads(maps, proposals, sizes, objects)[1]
+            _, head_losses = heads(maps, proposals, sizes, objects)
+            losses |= head_losses
         features = heads.box_head(heads.box_roi_pool(maps, boxes, sizes))
-        counts = [len(rows) for rows in boxes]
         logits = heads.box_predictor.cls_score(features)
+        counts = [len(image_boxes) for image_boxes in boxes]
         means = {name: Loss(value, features.new_ones(())) for name, value in losses.items()}
         return Regions(boxes, list(features.split(counts)), list(logits.split(counts)), losses=means)
 
@@ -476,19 +556,22 @@ class Roofline(TorchDispatchMode):
         self.operations: list[tuple[float, float]] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        result, count = function(*args, **(kwargs or {})), flop_registry.get(function._overloadpacket)
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
         if not function.is_view:
-            moved = sum(one.nbytes for one in tree_leaves((args, kwargs, result)) if isinstance(one, Tensor))
-            self.operations.append((count(*args, **(kwargs or {}), out_val=result) if count else 0, moved))
+            count = flop_registry.get(function._overloadpacket)
+            flops = 0 if count is None else count(*args, **kwargs, out_val=result)
+            tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
+            self.operations.append((flops, sum(tensor.nbytes for tensor in tensors)))
         return result
 
     def seconds(self, tflops: float, gbytes: float) -> float:
-        """Seconds in which every operation takes as long as its FLOPs or its bytes do."""
+        """Return the seconds in which every operation takes as long as its FLOPs or its bytes do."""
         return sum(max(flops / tflops / 1e12, moved / gbytes / 1e9) for flops, moved in self.operations)
 
 
 def count_pass(config: RunConfig, boxes: int, words: int, gpus: int) -> tuple[Roofline, int, float]:
-    """A pass of each of some GPUs in bf16 over a micro-batch of photos of 640 x 480 pixels, forward and backward.
+    """Count a pass of each of some GPUs in bf16 over a micro-batch of images of 640 x 480 pixels, forward and backward.
 
     It is without the task's head, detection losses and text corpora.
 
@@ -500,29 +583,38 @@ def count_pass(config: RunConfig, boxes: int, words: int, gpus: int) -> tuple[Ro
         activations, without work space.
     """
     texts = max(config.train.micro_batch_size // gpus, 1)
-    pairs, choices = 1 + (config.task.name == "nlvr2"), 4 if config.task.name == "vcr" else 1
-    images, sequences, resize = texts * pairs, texts * choices, config.data.resize
+    images_per_text = 2 if config.task.name == "nlvr2" else 1
+    choices = 4 if config.task.name == "vcr" else 1
+    images = texts * images_per_text
+    sequences = texts * choices
+
+    resize = config.data.resize
     size = ResizeRule(resize.short_edge[-1], resize.long_edge, resize.rounding).target_size(480, 640)
     canvas = size if config.data.canvas is None else canvas_size([size], config.data.canvas)
-    sizes, index = torch.tensor([size] * images), torch.arange(images).view(texts, pairs)
+    sizes = torch.tensor([size] * images)
+    image_index = torch.arange(images).view(texts, images_per_text).repeat_interleave(choices, dim=0)
     with torch.device("meta"):  # nothing is computed
         detector = build_detector(config)
         encoder = build_encoder(config, 30522, detector.feature_dim)  # words of bert-base-uncased
-        ids, rows = torch.ones(sequences, words, dtype=torch.int64), torch.empty(boxes, 4)
-        given = torch.empty(images, boxes + 1, detector.feature_dim)
-        pixels, classes = torch.empty(images, 3, *canvas), torch.empty(boxes, dtype=torch.int64)
-    precomputed = PrecomputedFeatures(list(given[:, 1:]), given[:, 0])
+        token_ids = torch.ones(sequences, words, dtype=torch.int64)
+        pixels = torch.empty(images, 3, *canvas)
+        image_boxes = torch.empty(boxes, 4)
+        box_classes = torch.empty(boxes, dtype=torch.int64)
+        features = torch.empty(images, boxes + 1, detector.feature_dim)  # the first: of the whole image
+    precomputed = PrecomputedFeatures(list(features[:, 1:]), features[:, 0])
     batch = Batch(
-        *(ImageBatch(pixels, sizes, sizes, ["image"] * images, precomputed), [rows] * images),
-        TextBatch(ids, ids, ids.bool(), lengths=torch.full((sequences,), words)),
-        image_index=index.repeat_interleave(choices, dim=0),
-        region_labels=RegionLabels(classes=[classes] * images),
+        ImageBatch(pixels, sizes, sizes, ["image"] * images, precomputed),
+        [image_boxes] * images,
+        TextBatch(token_ids, token_ids, token_ids.bool(), lengths=torch.full((sequences,), words)),
+        image_index=image_index,
+        region_labels=RegionLabels(classes=[box_classes] * images),
     )
     model = VisionLanguageModel(detector, encoder, nn.Identity(), freeze_detector=config.detector.freeze).train()
-    saved: dict[int, int] = {}  # bytes of each storage
+    saved_bytes: dict[int, int] = {}  # of each storage
 
     def save(tensor: Tensor) -> Tensor:
-        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
+        saved_bytes[storage._cdata] = storage.nbytes()
         return tensor
 
     # tensors on "meta" have no values: every check is passed, the only number that is read is that of the boxes, and
@@ -533,45 +625,62 @@ def count_pass(config: RunConfig, boxes: int, words: int, gpus: int) -> tuple[Ro
     )
     precision = mock.patch("torch.is_autocast_enabled", lambda *_: False)
     with values, pool, precision, sdpa_kernel(SDPBackend.MATH), Roofline() as roofline:
-        predict = (MaskedRegionsConfig, ObjectLabelsConfig, RegionFeaturesConfig)  # regions, which a teacher labels
-        objectives = getattr(config.task.config, "objectives", {}).values()
-        if any(isinstance(one, predict) and one.weight for one in objectives) and config.task.config.teacher != "file":
+        if has_teacher(config):
             with torch.no_grad():
                 model.detector(batch.images, batch.boxes)
-        with torch.autograd.graph.saved_tensors_hooks(save, lambda one: one):
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             _, _, encoded = model.encode(batch)
         (encoded.text.sum() + encoded.regions.sum()).backward()
-    weights = {one.untyped_storage()._cdata for one in model.parameters()}
-    activations = sum(size for storage, size in saved.items() if storage not in weights) / 2  # they are float32 here
-    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
-    fixed = sum(one.numel() for one in model.parameters()) - trained
+
+    # numbers are float32 here, and half as large in bf16
+    weight_storages = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    float32_bytes = sum(size for storage, size in saved_bytes.items() if storage not in weight_storages)
+    activations = float32_bytes / 2
     roofline.operations = [(flops, moved / 2) for flops, moved in roofline.operations]
-    roofline.operations.append(
-        (0, 28 * trained / config.train.gradient_accumulation_steps)
-    )  # AdamW reads 4 float32 numbers, writes 3
-    return roofline, texts, (18 * trained + 6 * fixed + activations) / 2**30  # with copies in bf16
+
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+    # AdamW reads 4 float32 numbers of each weight, writes 3
+    roofline.operations.append((0, 28 * trained / config.train.gradient_accumulation_steps))
+    gib = (18 * trained + 6 * frozen + activations) / 2**30  # with copies in bf16
+    return roofline, texts, gib
+
+
+def has_teacher(config: RunConfig) -> bool:
+    """Return whether the detector labels the regions that an objective of pre-training predicts."""
+    predicts_regions = (MaskedRegionsConfig, ObjectLabelsConfig, RegionFeaturesConfig)
+    objectives = getattr(config.task.config, "objectives", {}).values()
+    weights = [objective.weight for objective in objectives if isinstance(objective, predicts_regions)]
+    return any(weights) and config.task.config.teacher != "file"
 
 
 def estimate(arguments: argparse.Namespace) -> Iterator[str]:
-    """Hours of each recipe, or of `--config`, on one GPU and on `--gpus` of them, as a Markdown table."""
+    """Yield hours of each recipe, or of `--config`, on one GPU and on `--gpus` of them, as a Markdown table."""
     table = read_yaml(ROOT / "configs" / "benchmark" / "epochs.yaml")
-    recipes = {ROOT / "configs" / name: recipe for name, recipe in table["recipes"].items()}
-    if arguments.examples is not None:
-        one = {"examples": arguments.examples, "boxes": (arguments.boxes or [36])[0], "words": arguments.words}
-        recipes = {arguments.config: one}
+    if arguments.examples is None:
+        recipes = {ROOT / "configs" / name: recipe for name, recipe in table["recipes"].items()}
+    else:
+        boxes = (arguments.boxes or [36])[0]
+        recipe = {"examples": arguments.examples, "boxes": boxes, "words": arguments.words}
+        recipes = {arguments.config: recipe}
+    speedup = 1 + (arguments.gpus - 1) * table["scaling"]
     yield f"| | examples | GFLOP | GiB | {' | '.join(table['gpus'])} |\n|---|{'---:|' * (3 + len(table['gpus']))}"
     for path, recipe in recipes.items():
-        words = ("data.root=unused", "data.boxes.train=gt", "detector.weights=null", "encoder.weights=null")
-        config = resolve_config(load_config(path, [*words, *arguments.overrides]))
+        settings = ("data.root=unused", "data.boxes.train=gt", "detector.weights=null", "encoder.weights=null")
+        config = resolve_config(load_config(path, [*settings, *arguments.overrides]))
         roofline, number, gib = count_pass(config, recipe["boxes"], recipe["words"], arguments.gpus)
-        passes, cells = recipe["examples"] * arguments.epochs / number, []
+        passes = recipe["examples"] * arguments.epochs / number
+        cells = []
         for rates in table["gpus"].values():
             hours = roofline.seconds(*rates) / table["share"] * passes / 3600
-            both = (hours, hours / (1 + (arguments.gpus - 1) * table["scaling"]))
-            cells.append(" / ".join(f"{one:.{1 + (one < 1)}f}" for one in both))
+            cells.append(f"{format_hours(hours)} / {format_hours(hours / speedup)}")
         gflop = sum(flops for flops, _ in roofline.operations) / number / 1e9
         name = f"{path.parent.name}/{path.stem}"
         yield f"| {name} | {recipe['examples']:,} | {gflop:.0f} | {gib:.1f} | {' | '.join(cells)} |"
+
+
+def format_hours(hours: float) -> str:
+    return f"{hours:.2f}" if hours < 1 else f"{hours:.1f}"
 
 
 if __name__ == "__main__":
