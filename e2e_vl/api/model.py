@@ -29,7 +29,7 @@ from e2e_vl.api.results import GREY, Answer, ExampleScene, ImageRegions, Region,
 from e2e_vl.api.sharing import MODEL_CARD, without_absolute_paths
 from e2e_vl.config import BoxSource, RunConfig
 from e2e_vl.data.batching import collate, random_generator
-from e2e_vl.data.user_images import to_image_file
+from e2e_vl.data.user_images import ImageFile, to_image_file
 from e2e_vl.data.user_inputs import convert_boxes, require_inside
 from e2e_vl.extraction.regions import RANDOM_BOXES, LoadedDetector
 from e2e_vl.io import DEMO, find_run
@@ -100,20 +100,21 @@ class TrainedModel(
         self.config = config
         self.tokenizer = tokenizer
         self.source = source
-        self.name = name or ("demo" if source == DEMO else str(source))
+        if not name:
+            name = "demo" if source == DEMO else str(source)
+        self.name = name
         self._dtype = None if dtype is None else choose_precision(dtype)
         self._device = choose_device(device)
         self.network = network.to(self._device).eval()
         self._metrics = dict(metrics or {})
-        self._sure_thresholds = {
-            boxes: find_sure_threshold(metrics_from_json(self._metrics), config.data.eval_splits, boxes)
-            for boxes in (BoxSource.ONLINE, BoxSource.GT)
-        }
+        named_metrics = metrics_from_json(self._metrics)
+        self._sure_thresholds = {}
+        self._loaders = {}
+        for boxes in (BoxSource.ONLINE, BoxSource.GT):
+            self._sure_thresholds[boxes] = find_sure_threshold(named_metrics, config.data.eval_splits, boxes)
+            self._loaders[boxes] = build_loader(config, network, None, boxes)
         self._dataset = DATASETS[config.data.name].cls
         self._options = config.data.config
-        self._loaders = {
-            boxes: build_loader(config, network, None, boxes) for boxes in (BoxSource.ONLINE, BoxSource.GT)
-        }
         self._preprocessor = network.task.preprocessor(build_text_tokenizer(config, network, tokenizer))
 
     def __repr__(self) -> str:
@@ -266,8 +267,7 @@ class TrainedModel(
         for number, question in enumerate(questions):
             key: Any = number
             if self.network.task.batches_questions:
-                images = [image.resolve() if isinstance(image, Path) else image for image in question.images]
-                key = (tuple(images), id(question.boxes), id(question.boxes_to_mask))
+                key = (_identify_images(question), id(question.boxes), id(question.boxes_to_mask))
             groups.setdefault(key, []).append(number)
         samples = [self._sample([questions[number] for number in group]) for group in groups.values()]
         limit = 1
@@ -297,8 +297,10 @@ class TrainedModel(
                     raise
                 answers |= dict.fromkeys(group, error)
                 continue
-            if waiting and (len(waiting) == limit or _largest_size(example) != _largest_size(waiting[0][1])):
-                answer_waiting()
+            if waiting:
+                _, first_example = waiting[0]
+                if len(waiting) == limit or _largest_size(example) != _largest_size(first_example):
+                    answer_waiting()
             waiting.append((group, example))
         if waiting:
             answer_waiting()
@@ -434,10 +436,13 @@ class TrainedModel(
             top_boxes = [prediction.box]
         if task.predicts_box and top_k is not None:
             candidates = zip(prediction.candidate_boxes, prediction.candidate_scores, strict=True)
-            best_candidates = sorted(candidates, key=lambda candidate: -candidate[1])[:top_k]
-            top_boxes = [candidate_box for candidate_box, _ in best_candidates]
-            best = [msgspec.structs.replace(prediction, box=corners, score=score) for corners, score in best_candidates]
-            top_answers = tuple(task.ranked(candidate)[0] for candidate in best)
+            best_answers = []
+            top_boxes = []
+            for corners, score in sorted(candidates, key=lambda candidate: -candidate[1])[:top_k]:
+                top_boxes.append(corners)
+                candidate_prediction = msgspec.structs.replace(prediction, box=corners, score=score)
+                best_answers.append(task.ranked(candidate_prediction)[0])
+            top_answers = tuple(best_answers)
         labelled_boxes = [(label, np.array(corners, np.float32)) for label, corners in task.answer_boxes(prediction)]
         return Answer(
             question=question.text,
@@ -603,6 +608,14 @@ def _require_unicode(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(f"The text {text!a} has characters that are not Unicode; write it in UTF-8.") from error
+
+
+def _identify_images(question: Question) -> tuple[ImageFile, ...]:
+    """Return the images of a question, as keys that are equal for the same images."""
+    keys = []
+    for image in question.images:
+        keys.append(image.resolve() if isinstance(image, Path) else image)
+    return tuple(keys)
 
 
 def _largest_size(example: EncodedSample) -> tuple[int, int]:

@@ -51,7 +51,8 @@ class Answer:
 
     def __repr__(self) -> str:
         score = "" if self.score is None else f" ({self.score:.3f})"
-        return f"<Answer to {self.question!r}: {' '.join((self.text + score, *self.warnings))}>"
+        sentences = [f"{self.text}{score}", *self.warnings]
+        return f"<Answer to {self.question!r}: {' '.join(sentences)}>"
 
     @property
     def is_unsure(self) -> bool:
@@ -217,6 +218,9 @@ class ImageRegions:
         """Return a `Region` for an integer; `ImageRegions` for a slice, a list or array of indices, or a bool mask."""
         if not isinstance(index, int | np.integer):
             rows = np.arange(len(self))[index]
+            attributes = []
+            if self.attributes:
+                attributes = [self.attributes[row] for row in rows]
             return dataclasses.replace(
                 self,
                 boxes=self.boxes[rows],
@@ -224,7 +228,7 @@ class ImageRegions:
                 classes=self.classes[rows],
                 names=[self.names[row] for row in rows],
                 features=self.features[rows],
-                attributes=[self.attributes[row] for row in rows] if self.attributes else [],
+                attributes=attributes,
             )
         return Region(
             box=self.boxes[index],

@@ -254,7 +254,9 @@ class DescribedPrediction(NamedTuple):
             return "unlabelled"
         if correct >= 1:
             return "correct"
-        return "partly correct" if correct > 0 else "wrong"
+        if correct > 0:
+            return "partly correct"
+        return "wrong"
 
     @property
     def phrases(self) -> str:
@@ -290,8 +292,11 @@ def count_outcomes(described: Mapping[str, Sequence[DescribedPrediction]]) -> Ce
                 counts.setdefault((heading, source), Counter()).update(entry.families)
 
     def order_of(column: tuple[str, str]) -> int:
-        headings = ("texts", *OUTCOMES)  # others come after them, in the order of their first texts
-        return headings.index(column[0]) if column[0] in headings else len(headings)
+        heading, _ = column
+        headings = ("texts", *OUTCOMES)
+        if heading in headings:
+            return headings.index(heading)
+        return len(headings)  # others come after them, in the order of their first texts
 
     cells = Cells()
     for heading, source in sorted(counts, key=order_of):
@@ -329,7 +334,9 @@ def count_mistakes(described: Mapping[str, Sequence[DescribedPrediction]]) -> Ce
             summary = entry.summary
             pairs = summary.mistakes
             if pairs is None:  # the answer has no parts
-                pairs = [(summary.truth, summary.answer)] if entry.outcome == "wrong" else []
+                pairs = []
+                if entry.outcome == "wrong":
+                    pairs.append((summary.truth, summary.answer))
             for truth, answer in pairs:
                 mistakes[truth, answer, entry.prediction.file_name] = None
         counts[source] = Counter(f"{truth} → {answer}" for truth, answer, _ in mistakes if truth)
@@ -434,6 +441,11 @@ def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
     if command is None:
         command = shlex.join(["e2e-vl", "train", "--config", str(run_dir / "config.yaml")])
     task_title = (sys.modules[type(task).__module__].__doc__ or config.task.name).splitlines()[0].rstrip(".")
+    # statistics of the run itself, such as `steps`; the best model has its own section
+    numbers = {}
+    for name, value in summary.items():
+        if name != "best" and MetricName.read(name) is None:
+            numbers[name] = value
     return render(
         run_dir / "report.html",
         "page.html.jinja",
@@ -442,8 +454,7 @@ def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
         data=config.data,
         date=datetime.datetime.fromtimestamp((run_dir / "metrics.json").stat().st_mtime),
         command=command,
-        # statistics of the run itself, such as `steps`; the best model has its own section
-        numbers={name: value for name, value in summary.items() if name != "best" and MetricName.read(name) is None},
+        numbers=numbers,
         best=best,
         sections=sections,
         open_cards=OPEN_CARDS,
