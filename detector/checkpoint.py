@@ -143,10 +143,11 @@ def read_weights(path: str | Path) -> WeightsFile:
     if is_pickle and "model" not in loaded:  # Detectron2 also treats such a file as Caffe2's
         heuristics = True
         state = {name: value for name, value in state.items() if not str(name).endswith("_momentum")}
-    tensors = {
-        name: torch.from_numpy(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" else value
-        for name, value in state.items()
-    }
+    tensors = {}
+    for name, value in state.items():
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+            value = torch.from_numpy(value)
+        tensors[name] = value
     _check_tensors(tensors, path, ignored_classes)
     return WeightsFile(path, strip_wrappers(tensors), heuristics, norm_eps)
 
@@ -303,7 +304,8 @@ class LoadReport:
         lines = [f"layout: {self.layout}", f"matched: {len(self.matched)}"]
         for kind in ("missing", "unexpected", "mismatched"):
             keys = getattr(self, kind)
-            lines += [f"{kind}: {len(keys)}", *(f"  {key}" for key in keys)]
+            lines.append(f"{kind}: {len(keys)}")
+            lines += [f"  {key}" for key in keys]
         lines += [f"copied: {rule}" for rule in self.copied]
         lines += [f"starts at zero: {part}" for part in self.zero]
         return "\n".join(lines)
@@ -349,8 +351,9 @@ def load_weights(
         unexpected=[name for name in unexpected if not name.startswith(tuple(allow_unexpected))],
     )
     if not refused.is_complete:
-        part = " To load a part of it, expect no_attributes, no_predictor or backbone."
-        part = part if isinstance(module, Detector) else ""
+        part = ""
+        if isinstance(module, Detector):
+            part = " To load a part of it, expect no_attributes, no_predictor or backbone."
         raise UserError(
             f"{source} does not fit the model's config: {refused.summary()}. Use the config it was trained with.{part}"
         )
@@ -459,7 +462,8 @@ def save_weights(tensors: Mapping[str, Tensor], path: str | Path, key: str = "mo
         if path.suffix.lower() == ".safetensors":
             save_file(plain, part)
         else:
-            torch.save({key: plain} if key else plain, part)
+            state = {key: plain} if key else plain
+            torch.save(state, part)
 
 
 def save_settings(detector: Detector, directory: str | Path) -> None:

@@ -125,9 +125,13 @@ def merge_bases(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
     """
     bases = tree.get("_BASE_", [])
     merged: dict[str, Any] = {}
-    for base in [bases] if isinstance(bases, str) else bases:
+    if isinstance(bases, str):
+        bases = [bases]
+    for base in bases:
         path = folder / user_path(base)
-        merged = merge(merged, load_tree(path if path.exists() else Path(__file__).parents[1] / user_path(base)))
+        if not path.exists():
+            path = Path(__file__).parents[1] / user_path(base)
+        merged = merge(merged, load_tree(path))
     return merge(merged, {key: value for key, value in tree.items() if key != "_BASE_"})
 
 
@@ -135,21 +139,25 @@ def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """Merge nested settings; `above` overrides `below`."""
     merged = dict(below)
     for key, value in above.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = merge(merged[key], value) if both else value
+        if isinstance(value, dict) and isinstance(merged.get(key), dict):
+            value = merge(merged[key], value)
+        merged[key] = value
     return merged
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"A": {"B": 1}} -> {"A.B": 1}."""
+    """Turn {"A": {"B": 1}} into {"A.B": 1}."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
     return flat
 
 
 def nest(flat: dict[str, Any]) -> dict[str, Any]:
-    """{"A.B": 1} -> {"A": {"B": 1}}."""
+    """Turn {"A.B": 1} into {"A": {"B": 1}}."""
     tree: dict[str, Any] = {}
     for key, value in flat.items():
         *parents, leaf = key.split(".")
@@ -223,11 +231,14 @@ class ResNetConfig(Struct, frozen=True, rename=_under("MODEL.RESNETS")):
     def shapes(self) -> dict[str, MapShape]:
         """Channels and strides of res2 .. res5 when they are applied to the whole image."""
         stride = 2 if self.stem_pool == "none" else 4
-        strides = [stride, 2 * stride, 4 * stride, (4 if self.res5_dilation == 2 else 8) * stride]
-        return {
-            name: MapShape(self.res2_out_channels * 2**number, stride)
-            for number, (name, stride) in enumerate(zip(STAGES, strides, strict=True))
-        }
+        shapes = {}
+        channels = self.res2_out_channels
+        for name in STAGES:
+            shapes[name] = MapShape(channels, stride)
+            channels *= 2
+            if name != "res4" or self.res5_dilation == 1:
+                stride *= 2
+        return shapes
 
 
 class FPNConfig(Struct, frozen=True, rename=_under("MODEL.FPN")):
@@ -260,7 +271,12 @@ class AnchorConfig(Struct, frozen=True, rename=_under("MODEL.ANCHOR_GENERATOR"))
 
     def pairs(self, num_maps: int) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
         """Return (sizes, ratios) for each of `num_maps` feature maps."""
-        sizes, ratios = (lists * num_maps if len(lists) == 1 else lists for lists in (self.sizes, self.aspect_ratios))
+        sizes = self.sizes
+        ratios = self.aspect_ratios
+        if len(sizes) == 1:
+            sizes = sizes * num_maps
+        if len(ratios) == 1:
+            ratios = ratios * num_maps
         return list(zip(sizes, ratios, strict=True))
 
 
@@ -645,7 +661,8 @@ class DetectorConfig(Struct, frozen=True):
         """Create a config from dotted keys, e.g. {"MODEL.RESNETS.DEPTH": 101}. `name` is for error messages."""
         flat = {key: _parse_literal(value) for key, value in flat.items()}
         for key, value in flat.items():
-            if key in FIXED and (list(value) if isinstance(value, tuple) else value) != FIXED[key]:
+            plain = list(value) if isinstance(value, tuple) else value
+            if key in FIXED and plain != FIXED[key]:
                 supported = SUPPORTED.get(key, f"the only value is {FIXED[key]!r}")
                 raise UserError(f"{name}: {key} = {value!r} is not supported; {supported}.")
             if key not in KEYS and key not in FIXED and not key.startswith(IGNORED):
@@ -672,8 +689,11 @@ class DetectorConfig(Struct, frozen=True):
         flat = dict(FIXED)
         unused = _unused_groups(self.backbone, self.roi_heads.name)
         for key, (group, setting) in KEYS.items():
-            value = getattr(getattr(self, group) if group else self, setting.name)
-            is_written = value != setting.default if key in OUR_KEYS else group not in unused
+            settings = getattr(self, group) if group else self
+            value = getattr(settings, setting.name)
+            is_written = group not in unused
+            if key in OUR_KEYS:
+                is_written = value != setting.default
             if is_written:
                 flat[key] = msgspec.json.decode(msgspec.json.encode(value))  # tuples become lists
         return flat
@@ -701,7 +721,9 @@ def _format_error(error: msgspec.ValidationError) -> str:
     hint = KEYS[key][1].type
     while typing.get_origin(hint) not in (None, Literal):
         hint = typing.get_args(hint)[0]
-    choices = f"; choose from {', '.join(repr(choice) for choice in typing.get_args(hint))}" if "enum" in reason else ""
+    choices = ""
+    if "enum" in reason:
+        choices = f"; choose from {', '.join(repr(choice) for choice in typing.get_args(hint))}"
     return f"{key}: {reason[:1].lower()}{reason[1:]}{choices}."
 
 

@@ -47,7 +47,7 @@ def first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def reading(path: str | Path, *damage: type[Exception]) -> Iterator[None]:
-    """Context manager that converts errors of reading a file to UserErrors with its name.
+    """Convert errors of reading a file to UserErrors with its name, as a context manager.
 
     Args:
         path: the file, or a record in a file, for the error message.

@@ -51,14 +51,17 @@ class ResizeRule:
 
     def target_size(self, h: int, w: int) -> tuple[int, int]:
         """Return (height, width), at least 1, after resizing an image of height h and width w."""
-        short, long = min(h, w), max(h, w)
+        short, long = sorted((h, w))
         if self.rounding == "detectron2":
             scale = self.short_edge / short
-            new_h, new_w = (float(self.short_edge), scale * w) if h < w else (scale * h, float(self.short_edge))
+            new_h = float(self.short_edge) if h < w else scale * h
+            new_w = scale * w if h < w else float(self.short_edge)
             longer = max(new_h, new_w)
             if longer > self.long_edge:
-                new_h, new_w = new_h * (self.long_edge / longer), new_w * (self.long_edge / longer)
-            new_h, new_w = int(new_h + 0.5), int(new_w + 0.5)
+                new_h *= self.long_edge / longer
+                new_w *= self.long_edge / longer
+            new_h = int(new_h + 0.5)
+            new_w = int(new_w + 0.5)
         elif self.rounding == "truncate":
             new_short = self.short_edge
             if long * new_short > self.long_edge * short:
@@ -69,7 +72,8 @@ class ResizeRule:
             window = (h, w) if self.rounding == "r2c" else (short, long)
             factor = min(self.short_edge / window[0], self.long_edge / window[1])
             to_whole = math.floor if self.rounding == "torchvision" else round
-            new_h, new_w = to_whole(h * factor), to_whole(w * factor)
+            new_h = to_whole(h * factor)
+            new_w = to_whole(w * factor)
         return max(new_h, 1), max(new_w, 1)
 
 
@@ -121,9 +125,12 @@ def resize_image(image: Image.Image, size: tuple[int, int]) -> Image.Image:
 
 def resize_boxes(boxes: Float[Array, "*R 4"], size: tuple[int, int], new_size: tuple[int, int]) -> Float[Array, "*R 4"]:
     """Scale boxes of an image that is resized from `size` to `new_size`, both (height, width)."""
-    x, y = new_size[1] / size[1], new_size[0] / size[0]
-    factors = boxes.new_tensor([x, y, x, y]) if isinstance(boxes, torch.Tensor) else np.array([x, y, x, y], boxes.dtype)
-    return boxes * factors
+    scale_x = new_size[1] / size[1]
+    scale_y = new_size[0] / size[0]
+    factors = [scale_x, scale_y, scale_x, scale_y]
+    if isinstance(boxes, torch.Tensor):
+        return boxes * boxes.new_tensor(factors)
+    return boxes * np.array(factors, boxes.dtype)
 
 
 def make_image_batch(
@@ -144,7 +151,9 @@ def make_image_batch(
                 f"fit into the fixed batch size {pad_to[0]} x {pad_to[1]}; increase it or use another resize rule."
             )
     sizes = torch.tensor([image.shape[:2] for image in images])
-    height, width = pad_to if pad_to is not None else sizes.amax(0).tolist()
+    if pad_to is None:
+        pad_to = sizes.amax(0).tolist()
+    height, width = pad_to
     pixels = np.zeros((len(images), height, width, 3), dtype=np.uint8)
     for row, image in zip(pixels, images, strict=True):
         row[: image.shape[0], : image.shape[1]] = image

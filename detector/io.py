@@ -32,7 +32,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-_PART, _OLD = ".part", ".old"
+_PART = ".part"
+_OLD = ".old"
 
 
 def read_text(path: str | Path) -> str:
@@ -77,7 +78,9 @@ def find_encoding(content: bytes) -> str:
             return encoding
     if content[1:2] == b"\0":
         return "utf-16-le"
-    return "utf-16-be" if content[:1] == b"\0" else "utf-8"
+    if content[:1] == b"\0":
+        return "utf-16-be"
+    return "utf-8"
 
 
 _LARGEST_EXACT = 2**53  # floats count in steps of 1 up to here
@@ -172,9 +175,11 @@ class _YamlLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[tuple[str, Any]] = set()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if (key.tag, key.value) in seen:
                 raise yaml.MarkedYAMLError(problem=f"found duplicate key {key.value!r}", problem_mark=key.start_mark)
-            seen.add((key.tag, key.value if isinstance(key, yaml.ScalarNode) else id(key)))
+            seen.add((key.tag, key.value))
         return super().construct_mapping(node, deep=deep)
 
 
@@ -226,12 +231,12 @@ class PickledArray(np.ndarray):
 
 
 def _pickled_scalar(dtype: PickledDtype, content: bytes | str) -> bool | int | float | complex | bytes | str:
-    """Replaces `numpy.core.multiarray.scalar`: the Python value."""
+    """Return the Python value, in place of `numpy.core.multiarray.scalar`."""
     return _pickled_values(content, dtype, (), "C").item()
 
 
 def _pickled_buffer(content: bytes, dtype: PickledDtype, shape: tuple[int, ...], order: Literal["C", "F"]) -> Any:
-    """Replaces `numpy.core.numeric._frombuffer`."""
+    """Return the array, in place of `numpy.core.numeric._frombuffer`."""
     return _pickled_values(content, dtype, shape, order)
 
 
@@ -251,7 +256,7 @@ def _pickled_values(
 
 
 def _pickled_bytes(text: str, encoding: str) -> bytes:
-    """Replaces `_codecs.encode`, by which Python 3 pickles bytes for Python 2."""
+    """Return bytes, in place of `_codecs.encode`, by which Python 3 pickles them for Python 2."""
     return text.encode({"latin1": "latin1", "latin-1": "latin1"}[encoding])
 
 
@@ -351,7 +356,8 @@ def atomic_file(path: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty temporary folder that replaces `folder` at the end. After an error `folder` is unchanged."""
-    part, old = _new_folder(folder), _temporary_path(folder, _OLD)
+    part = _new_folder(folder)
+    old = _temporary_path(folder, _OLD)
     try:
         yield part
         _sync_all(part)

@@ -69,7 +69,8 @@ class R2CTrunk(Backbone):
         self.stem = BasicStem(structs.replace(resnet, stem_out_channels=sizes.stem))
         channels = sizes.stem
         for number, name in enumerate(("res2", "res3", "res4")):
-            self.add_module(name, _make_blocks(resnet, sizes, number, channels, stride=1 if number == 0 else 2))
+            stride = 1 if number == 0 else 2
+            self.add_module(name, _make_blocks(resnet, sizes, number, channels, stride=stride))
             channels = EXPANSION * sizes.widths[number]
         self.frozen_norm = BatchStatistics if config.r2c.frozen_statistics == "batch" else FrozenBatchNorm2d
         self.freeze_stages(resnet.freeze_at)
@@ -151,7 +152,7 @@ class R2CNetwork(Detector):
         whole_image: bool = False,
         box_classes: list[Int64[Tensor, " _R"]] | None = None,
     ) -> Regions:
-        """See `Detector.forward`. Without `roi_masks`, all masks are 1.
+        """Describe boxes as `Detector.forward` says. Without `roi_masks`, all masks are 1.
 
         The feature of the whole image is pooled from the box [0, 0, width, height], but, as in every detector, the
         returned box is [0, 0, width - 1, height - 1].
@@ -164,7 +165,9 @@ class R2CNetwork(Detector):
         check_boxes(boxes, images.names, "box")
         side = self.map_size
         parts = [*boxes]
-        masks = [rows.new_ones(len(rows), side, side) for rows in boxes] if roi_masks is None else [*roi_masks]
+        masks = roi_masks
+        if masks is None:
+            masks = [rows.new_ones(len(rows), side, side) for rows in boxes]
         classes = [rows + 1 for rows in box_classes]
         if whole_image:
             corners = images.sizes.flip(1).to(boxes[0])
@@ -215,14 +218,19 @@ class R2CNetwork(Detector):
         if not canvas:
             return pixels, pixels.new_zeros(len(images), 2)
         settings = self.config.input
-        black = pixels.new_tensor(
-            [-mean / std for mean, std in zip(settings.pixel_mean, settings.pixel_std, strict=True)]
-        )
+        channels = zip(settings.pixel_mean, settings.pixel_std, strict=True)
+        black = pixels.new_tensor([-mean / std for mean, std in channels])
         result = black[:, None, None].expand(len(images), 3, *canvas).clone()
         corners = []
         for row, (height, width) in enumerate(images.sizes.tolist()):
-            room = (canvas[0] - height, canvas[1] - width)
-            top, left = (int(torch.randint(free + 1, ()).item()) if self.training else free // 2 for free in room)
+            free_rows = canvas[0] - height
+            free_columns = canvas[1] - width
+            if self.training:
+                top = int(torch.randint(free_rows + 1, ()).item())
+                left = int(torch.randint(free_columns + 1, ()).item())
+            else:
+                top = free_rows // 2
+                left = free_columns // 2
             result[row, :, top : top + height, left : left + width] = pixels[row, :, :height, :width]
             corners.append((left, top))
         return result, pixels.new_tensor(corners)
@@ -238,9 +246,8 @@ def _make_blocks(
     width = sizes.widths[number]
     blocks = []
     for index in range(sizes.blocks[number]):
-        block = BottleneckBlock(
-            channels, EXPANSION * width, config, width=width, stride=stride if index == 0 else 1, dilation=1
-        )
+        block_stride = stride if index == 0 else 1
+        block = BottleneckBlock(channels, EXPANSION * width, config, width=width, stride=block_stride, dilation=1)
         if index == 0 and number > 0 and block.shortcut is None:
             block.shortcut = ConvNorm(channels, EXPANSION * width, 1, norm=config.norm, stride=stride)
         blocks.append(block)

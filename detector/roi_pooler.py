@@ -28,7 +28,7 @@ def align_rois(
     aligned: bool,
     stride: int = 1,
 ) -> Float[Tensor, "J channels S S"]:
-    """RoIAlign (He et al., Mask R-CNN, section 3) with the same results as torchvision, but faster on CPU.
+    """Pool by RoIAlign (He et al., Mask R-CNN, section 3) with the same results as torchvision, but faster on CPU.
 
     Args:
         side: number of cells of the RoI map along each axis.
@@ -55,7 +55,8 @@ def align_rois(
     cells = (image * height + rows[:, :, None, :, None]) * width
     cells = cells + columns[:, None, :, None, :]  # [J, S, S, reach, reach]
     weights = row_weights[:, :, None, :, None] * column_weights[:, None, :, None, :]
-    cells, weights = cells.flatten(0, 2).flatten(1), weights.flatten(0, 2).flatten(1)
+    cells = cells.flatten(0, 2).flatten(1)
+    weights = weights.flatten(0, 2).flatten(1)
     used = weights != 0
     counts = used.sum(dim=1)
     table = features.permute(0, 2, 3, 1).reshape(-1, channels)
@@ -79,14 +80,17 @@ def _axis_weights(
         indices of the cells, and their weights, which are 0 for unused entries.
     """
     size = length / side
-    samples = torch.full_like(size, sampling_ratio) if sampling_ratio > 0 else size.ceil().clamp(min=0)
+    if sampling_ratio > 0:
+        samples = torch.full_like(size, sampling_ratio)
+    else:
+        samples = size.ceil().clamp(min=0)
     most = max(int(samples.max()), 1) if len(samples) else 1
     cell = torch.arange(0, side, stride, dtype=start.dtype)
     number = torch.arange(most, dtype=start.dtype)
     # same order of operations as torchvision, so that samples at a border are rounded the same way
-    point = (start[:, None] + cell * size[:, None])[..., None] + (
-        (number + 0.5) * size[:, None] / samples.clamp(min=1)[:, None]
-    )[:, None]
+    cell_start = start[:, None] + cell * size[:, None]
+    offset = (number + 0.5) * size[:, None] / samples.clamp(min=1)[:, None]
+    point = cell_start[..., None] + offset[:, None]
     inside = (point >= -1) & (point <= limit) & (number < samples[:, None])[:, None]
     point = point.clamp(0, limit - 1)
     low = point.long()
@@ -127,8 +131,11 @@ def assign_levels(
     below a threshold is assigned to the higher level. With both, a box with area 0 gets the lowest level.
     """
     ratio = area(boxes).clamp(min=0).sqrt() / CANONICAL_SIZE
-    shifts = (1e-8, 0.0) if rule == "detectron2" else (0.0, 1e-6)
-    return torch.floor(CANONICAL_LEVEL + torch.log2(ratio + shifts[0]) + shifts[1]).clamp(lowest, highest).long()
+    if rule == "detectron2":
+        levels = CANONICAL_LEVEL + torch.log2(ratio + 1e-8)
+    else:
+        levels = CANONICAL_LEVEL + torch.log2(ratio) + 1e-6
+    return torch.floor(levels).clamp(lowest, highest).long()
 
 
 class RoIPooler:
@@ -152,10 +159,9 @@ class RoIPooler:
         order = levels.argsort(stable=True)
         numbers = torch.arange(len(self.strides), device=levels.device)
         counts = (levels[:, None] == numbers).sum(dim=0).tolist()  # a GPU waits once, and not for each level
-        pooled = [
-            self._pool(level_map, rois[index], stride, step)
-            for level_map, index, stride in zip(maps, order.split(counts), self.strides, strict=True)
-        ]
+        pooled = []
+        for level_map, index, stride in zip(maps, order.split(counts), self.strides, strict=True):
+            pooled.append(self._pool(level_map, rois[index], stride, step))
         return torch.cat(pooled).index_select(0, order.argsort())
 
     def _pool(

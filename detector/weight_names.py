@@ -52,8 +52,9 @@ def from_torchvision_detector(tensors: Mapping[str, Tensor], *, norm_eps: float 
     matches = [re.match(r"roi_heads\.box_head\.(\d+)\.[wb]", name) for name in tensors]
     fcs = sorted({int(match[1]) for match in matches if match})
     box_head = "roi_heads.box_head."
+    rpn_conv = rf"{RPN_HEAD}conv.conv\1." if has_several_convs else f"{RPN_HEAD}conv."
     rules: list[tuple[str, str | Callable[[re.Match], str]]] = [
-        (r"rpn\.head\.conv\.(\d)\.0\.", rf"{RPN_HEAD}conv.conv\1." if has_several_convs else f"{RPN_HEAD}conv."),
+        (r"rpn\.head\.conv\.(\d)\.0\.", rpn_conv),
         (r"rpn\.head\.conv\.(?=weight|bias)", f"{RPN_HEAD}conv."),
         (r"rpn\.head\.cls_logits\.", f"{RPN_HEAD}objectness_logits."),
         (r"rpn\.head\.bbox_pred\.", f"{RPN_HEAD}anchor_deltas."),
@@ -83,17 +84,24 @@ def from_torchvision_detector(tensors: Mapping[str, Tensor], *, norm_eps: float 
             value = value[4:]  # without the background
         pattern, new = next((rule for rule in rules if re.match(rule[0], name)), ("", ""))
         converted[re.sub(f"^{pattern}", new, name, count=1)] = value
-    return converted if norm_eps == NORM_EPS else fold_norms(converted, norm_eps)
+    if norm_eps == NORM_EPS:
+        return converted
+    return fold_norms(converted, norm_eps)
 
 
 def convert_backbone_name(name: str) -> str:
-    """Convert `layer1.0.bn1.weight` to `res2.0.conv1.norm.weight`, and `conv1.weight` to `stem.conv1.weight`."""
+    """Rename a parameter of torchvision's ResNet; other names are unchanged.
+
+    `layer1.0.bn1.weight` becomes `res2.0.conv1.norm.weight`, and `conv1.weight` becomes `stem.conv1.weight`.
+    """
     block = BLOCK.fullmatch(name)
-    rest = re.sub(r"^bn(\d)\.", r"conv\1.norm.", block["rest"] if block else name)
     if block:
-        rest = re.sub(r"^downsample\.1\.", "shortcut.norm.", re.sub(r"^downsample\.0\.", "shortcut.", rest))
+        rest = re.sub(r"^bn(\d)\.", r"conv\1.norm.", block["rest"])
+        rest = re.sub(r"^downsample\.0\.", "shortcut.", rest)
+        rest = re.sub(r"^downsample\.1\.", "shortcut.norm.", rest)
         return f"res{int(block['stage']) + 1}.{block['block']}.{rest}"
-    return f"stem.{rest}" if rest.startswith("conv1.") else rest
+    name = re.sub(r"^bn(\d)\.", r"conv\1.norm.", name)
+    return f"stem.{name}" if name.startswith("conv1.") else name
 
 
 def fold_norms(tensors: Mapping[str, Tensor], norm_eps: float) -> dict[str, Tensor]:
@@ -150,8 +158,10 @@ def from_visual_bert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def to_visual_bert_name(name: str) -> str | None:
     """Return the official VisualBERT name of a parameter of `R2CNetwork`, or None for any other parameter."""
     rest = _torchvision_name(name)
-    names = (REGION_NETWORK + old + rest.removeprefix(new) for old, new in _R2C_NAMES.items() if rest.startswith(new))
-    return next(names, None)
+    for old, new in _R2C_NAMES.items():
+        if rest.startswith(new):
+            return REGION_NETWORK + old + rest.removeprefix(new)
+    return None
 
 
 def _torchvision_name(name: str) -> str:
@@ -251,19 +261,25 @@ def to_detector_names(
     if has(BODY):  # only torchvision has these names
         return from_torchvision_detector(tensors, norm_eps=norm_eps), "torchvision"
     if has("backbone.", "proposal_generator.", "roi_heads."):
-        logits, deltas = (tensors.get(f"{RPN_HEAD}{name}.bias") for name in ("objectness_logits", "anchor_deltas"))
+        logits = tensors.get(f"{RPN_HEAD}objectness_logits.bias")
+        deltas = tensors.get(f"{RPN_HEAD}anchor_deltas.bias")
         if logits is not None and deltas is not None and 2 * len(logits) == len(deltas):  # two logits per anchor
             return from_caffe_attention(tensors, config), "bottom-up attention, Caffe conventions"
-        return match_ends(tensors, model_names) if matching_heuristics else tensors, "Detectron2"
+        if matching_heuristics:
+            tensors = match_ends(tensors, model_names)
+        return tensors, "Detectron2"
     if any(_CAFFE2_BLOCK.match(name) for name in tensors):
-        converted, layout = from_caffe2(tensors), "Caffe2"
+        converted = from_caffe2(tensors)
+        layout = "Caffe2"
     elif any(BLOCK.match(name) for name in tensors):
-        converted, layout = {convert_backbone_name(name): value for name, value in tensors.items()}, "torchvision"
+        converted = {convert_backbone_name(name): value for name, value in tensors.items()}
+        layout = "torchvision"
     elif has("features.0."):  # torchvision's MobileNet
         converted = {re.sub(r"^features\.", BODY, name): value for name, value in tensors.items()}
         layout = "torchvision"
     elif has("stem.", "res2."):
-        converted, layout = tensors, "Detectron2 without prefixes"
+        converted = tensors
+        layout = "Detectron2 without prefixes"
     else:
         raise UserError(
             f"{source}: unknown layout of keys ({', '.join(list(tensors)[:3])}, ...); use a file from Detectron2, "
@@ -312,8 +328,8 @@ def _caffe2_name(blob: str) -> str:
     """Convert `res2_0_branch2a_bn_s` to `res2.0.conv1.norm.weight`; names of unknown blobs are unchanged."""
     norm = _CAFFE2_NORM.fullmatch(blob)
     if norm:
-        layer, parameter = norm["layer"], f"norm.{_NORM_PARAMETER[norm['parameter']]}"
-        layer = {"res_conv1": "conv1"}.get(layer, layer)
+        layer = {"res_conv1": "conv1"}.get(norm["layer"], norm["layer"])
+        parameter = f"norm.{_NORM_PARAMETER[norm['parameter']]}"
     else:
         layer, _, kind = blob.rpartition("_")
         if kind not in _PARAMETER:
@@ -324,7 +340,8 @@ def _caffe2_name(blob: str) -> str:
         return f"res{block['stage']}.{block['block']}.{_CAFFE2_BRANCHES[block['branch']]}.{parameter}"
     level = _CAFFE2_FPN.fullmatch(layer)
     if level:
-        return f"fpn_{'lateral' if level['inner'] else 'output'}{level['stage']}.{parameter}"
+        kind = "lateral" if level["inner"] else "output"
+        return f"fpn_{kind}{level['stage']}.{parameter}"
     conv = _CAFFE2_HEAD_CONV.fullmatch(layer)
     if conv:
         return f"box_head.conv{conv['number']}.{parameter}"
@@ -358,7 +375,8 @@ def to_vl_bert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         rest = _torchvision_name(name)
         is_res5 = rest.startswith("layer4.")
         rest = rest.removeprefix("layer4.")
-        for prefix in (_VL_BERT_RES5, _VL_BERT_RES5_AGAIN) if is_res5 else (f"{VL_BERT}backbone.",):
+        prefixes = (_VL_BERT_RES5, _VL_BERT_RES5_AGAIN) if is_res5 else (f"{VL_BERT}backbone.",)
+        for prefix in prefixes:
             official[prefix + rest] = value
             if rest.endswith("running_var"):  # frozen norms do not have this counter
                 counter = f"{prefix}{rest.removesuffix('running_var')}num_batches_tracked"
@@ -376,7 +394,8 @@ def from_caffe_attention(tensors: dict[str, Tensor], config: DetectorConfig) -> 
     - Classes, class embedding and attributes: the background or "no attribute" moves from the first row to the last.
     - Box deltas: the background rows are dropped, and the other rows are multiplied by BBOX_REG_WEIGHTS.
     """
-    sizes, ratios = len(config.anchors.sizes[0]), len(config.anchors.aspect_ratios[0])
+    sizes = len(config.anchors.sizes[0])
+    ratios = len(config.anchors.aspect_ratios[0])
     number = sizes * ratios
 
     def sizes_outer(value: Tensor) -> Tensor:

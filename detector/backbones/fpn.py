@@ -23,7 +23,7 @@ class FPN(Backbone):
     """
 
     def __init__(self, config: DetectorConfig, bottom_up: Backbone, bottom_up_maps: dict[str, MapShape]) -> None:
-        """`bottom_up` gives at least the maps of MODEL.FPN.IN_FEATURES, whose shapes are in `bottom_up_maps`."""
+        """Put levels on the maps of `bottom_up`, at least MODEL.FPN.IN_FEATURES; their shapes: `bottom_up_maps`."""
         super().__init__()
         self.in_features = config.fpn.in_features
         self.is_average = config.fpn.fuse_type == "avg"
@@ -56,7 +56,8 @@ class FPN(Backbone):
                 x = lateral
             else:
                 x = lateral + F.interpolate(x, scale_factor=2.0, mode="nearest")
-                x = x / 2 if self.is_average else x
+                if self.is_average:
+                    x = x / 2
             maps[level] = getattr(self, f"fpn_output{level[1:]}")(x)
         maps[self.out_features[-1]] = F.max_pool2d(maps[self.levels[-1]], kernel_size=1, stride=2)
         return {level: maps[level] for level in self.out_features}

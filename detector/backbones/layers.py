@@ -162,7 +162,7 @@ class ConvNorm(nn.Conv2d):
     """
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int, *, norm: str, **options: int) -> None:
-        """`norm` is a name accepted by `make_norm`, or "" for a bias."""
+        """Create the layer; `norm` is a name accepted by `make_norm`, or "" for a bias."""
         super().__init__(in_channels, out_channels, kernel_size, bias=not norm, **options)
         self.norm = make_norm(norm, out_channels) if norm else None
         self._affine_cache = AffineCache()

@@ -67,7 +67,8 @@ class BasicBlock(ResidualBlock):
 
     @override
     def forward(self, x: Tensor, pool: Pooling | None = None) -> Tensor:
-        x = x if pool is None else pool(x, 1)
+        if pool is not None:
+            x = pool(x, 1)
         out = self.conv2(F.relu_(self.conv1(x)))
         out += x if self.shortcut is None else self.shortcut(x)
         return F.relu_(out)
@@ -79,7 +80,7 @@ class BottleneckBlock(ResidualBlock):
     def __init__(
         self, in_channels: int, out_channels: int, config: ResNetConfig, *, width: int, stride: int, dilation: int
     ) -> None:
-        """`width` is the number of channels between the 1x1 convolutions."""
+        """Create the layers; `width` is the number of channels between the 1x1 convolutions."""
         norm = config.norm
         super().__init__(in_channels, out_channels, stride=stride, norm=norm)
         stride_1x1, stride_3x3 = (stride, 1) if config.stride_in_1x1 else (1, stride)
@@ -92,9 +93,10 @@ class BottleneckBlock(ResidualBlock):
 
     @override
     def forward(self, x: Tensor, pool: Pooling | None = None) -> Tensor:
-        """With `pool`, which must be linear, apply the 1x1 convolutions before it, see `ConvNorm.forward_pooled`."""
-        out = F.relu_(self.conv1(x) if pool is None else self.conv1.forward_pooled(x, pool))
-        out = self.conv3(F.relu_(self.conv2(out)))
+        """Apply the block; 1x1 convolutions before `pool`, which must be linear, see `ConvNorm.forward_pooled`."""
+        out = self.conv1(x) if pool is None else self.conv1.forward_pooled(x, pool)
+        out = self.conv2(F.relu_(out))
+        out = self.conv3(F.relu_(out))
         if self.shortcut is None:
             out += x if pool is None else pool(x, 1)
         else:
