@@ -98,7 +98,7 @@ def strip_punctuation(answer: str) -> str:
 
 
 def standardise_words(answer: str) -> str:
-    """Apply the official step on words: lower case, digits for none and zero to ten, no articles, full contractions.
+    """Apply the official step on words: lower case, digits for none and zero to ten, no articles, all apostrophes.
 
     Articles alone give the empty string.
     """
