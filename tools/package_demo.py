@@ -11,7 +11,6 @@ one that nothing fits. With --measure, only those scores of the packaged model t
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import shutil
 import tempfile
@@ -38,42 +37,55 @@ MEASURED_AGAIN = ("sure_threshold", "f1_precision")
 @print_errors
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("run", type=Path, nargs="?", help="run directory")
-    what.add_argument("--measure", action="store_true", help="measure some scores of the packaged model again")
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("run", type=Path, nargs="?", help="run directory")
+    action.add_argument("--measure", action="store_true", help="measure some scores of the packaged model again")
     args = parser.parse_args(argv)
     if args.measure:
         measure_again()
     else:
-        package(args)
+        package(args.run)
     return 0
 
 
-def package(args: argparse.Namespace) -> None:
+def package(run: Path) -> None:
     """Replace e2e_vl/demo, unless the run has other settings than the demo's config."""
     import torch
     from safetensors.torch import load_file, save_file
 
     from e2e_vl.run.checkpoint import load_saved_config, save_model
 
-    own, config = load_saved_config(args.run), load_config("demo/refcoco")
-    detector = replace(own.detector, config=config.detector.config)
-    named = replace(own, output=config.output, data=replace(own.data, root=config.data.root), detector=detector)
-    if changed := differences(named, config):
-        raise UserError(f"{args.run} was not trained with the settings of demo/refcoco: {'; '.join(changed)}")
-    model = e2e_vl.load(args.run, "cpu")
+    run_config = load_saved_config(run)
+    demo_config = load_config("demo/refcoco")
+    # the run as the demo's config names its folders and detector
+    saved_config = replace(
+        run_config,
+        output=demo_config.output,
+        data=replace(run_config.data, root=demo_config.data.root),
+        detector=replace(run_config.detector, config=demo_config.detector.config),
+    )
+    changed = differences(saved_config, demo_config)
+    if changed:
+        raise UserError(f"{run} was not trained with the settings of demo/refcoco: {'; '.join(changed)}")
+
+    model = e2e_vl.load(run, "cpu")
     with atomic_folder(DEMO) as folder:
-        save_model(folder, named, model.network, model.tokenizer)
+        save_model(folder, saved_config, model.network, model.tokenizer)
         for path in folder.rglob("*.safetensors"):
             tensors = load_file(path)
-            halves = {name: one.half() if one.dtype == torch.float32 else one for name, one in tensors.items()}
-            save_file(halves, path, metadata={"format": "pt"})
-        shutil.copy(args.run / "metrics.json", folder)
+            for name, tensor in tensors.items():
+                if tensor.dtype == torch.float32:
+                    tensors[name] = tensor.half()
+            save_file(tensors, path, metadata={"format": "pt"})
+        shutil.copy(run / "metrics.json", folder)
         write_json(folder / "config.json", {"library_name": "e2e-vl", "e2e_vl_version": e2e_vl.__version__})
-        knows = {name: list(values) for name, values in named.data.synthetic.config.scene.values.items()}
+
+        knows = {name: list(values) for name, values in saved_config.data.synthetic.config.scene.values.items()}
+        knows["relation"] = list(RELATIONS)
         words = [word for word in model.tokenizer.get_vocab() if word.isalpha() and len(word) > 1]
-        knows |= {"relation": list(RELATIONS), "word": sorted(words)}
-        write_json(folder / "about.json", {"knows": knows, "examples": copy_scenes(own, folder / "images")})
+        knows["word"] = sorted(words)
+        examples = copy_scenes(run_config, folder / "images")
+        write_json(folder / "about.json", {"knows": knows, "examples": examples})
         e2e_vl.load(folder, "cpu").generate_model_card("demo").save(folder / "README.md")
     size = sum(path.stat().st_size for path in DEMO.rglob("*") if path.is_file())
     print(f"written: {DEMO} ({size / 1e6:.2f} MB)")
@@ -104,23 +116,26 @@ def measure_again() -> None:
 
 
 def copy_scenes(config: RunConfig, folder: Path, split: str = "test") -> list[dict]:
-    """Copy images of a split; returns their names, expressions and the boxes meant, xyxy in pixels."""
+    """Copy images of a split, and return their names, expressions and the boxes meant, xyxy in pixels."""
     from e2e_vl.run.build import open_split
 
     folder.mkdir()
-    data, scenes = open_split(config, split, BoxSource.ONLINE, training=False), []
+    data = open_split(config, split, BoxSource.ONLINE, training=False)
+    scenes = []
     for number, group in enumerate(list(data.groups)[:SCENES], start=1):
         sample = data.sample(list(group))
-        first: dict[str, SampleText] = {}  # by family, each about another object
+        text_by_family: dict[str, SampleText] = {}  # each about another object
         for text in sample.texts:
             family = text.metadata["family"].split("/")[0] if text.truth.boxes else "nothing"
-            if family not in first and text.truth.boxes not in [one.truth.boxes for one in first.values()]:
-                first[family] = text
-        texts = list(first.values())
+            boxes_so_far = [earlier.truth.boxes for earlier in text_by_family.values()]
+            if family not in text_by_family and text.truth.boxes not in boxes_so_far:
+                text_by_family[family] = text
+
+        texts = list(text_by_family.values())
         boxes = [next(iter(text.truth.boxes), None) for text in texts]
-        image = folder / f"scene_{number:02d}.jpg"
-        shutil.copy(sample.images[0].file, image)
-        scenes.append({"image": f"images/{image.name}", "texts": [text.words for text in texts], "boxes": boxes})
+        image_file = folder / f"scene_{number:02d}.jpg"
+        shutil.copy(sample.images[0].file, image_file)
+        scenes.append({"image": f"images/{image_file.name}", "texts": [text.words for text in texts], "boxes": boxes})
     return scenes
 
 

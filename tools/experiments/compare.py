@@ -18,6 +18,7 @@ import argparse
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import os
 import re
 import shlex
@@ -44,9 +45,9 @@ TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the run that the variants change")
-    given = parser.add_mutually_exclusive_group(required=True)
-    given.add_argument("--variants", type=Path, metavar="FILE", help="YAML: name -> key=value settings")
-    given.add_argument(
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--variants", type=Path, metavar="FILE", help="YAML: name -> key=value settings")
+    source.add_argument(
         "--variant",
         nargs="+",
         action="append",
@@ -58,15 +59,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="number of runs in parallel (default: 1)")
     add_common_options(parser)
     args = parser.parse_args(argv)
-    variants = {name: overrides for name, *overrides in args.variant or ()}
     if args.variants is not None:
         variants = read_yaml(args.variants)
+    else:
+        variants = {name: overrides for name, *overrides in args.variant}
     for name in variants:
         if "=" in name:
             raise UserError(f"--variant needs a name before its settings; found '{name}'.")
     jobs = make_jobs(args.config, args.output, variants, args.set, args.seeds)
-    every = [job for variant_jobs in jobs.values() for job in variant_jobs]
-    run_jobs(every, launch=args.launch, parallel=args.jobs)
+    run_jobs(list(itertools.chain.from_iterable(jobs.values())), launch=args.launch, parallel=args.jobs)
     comparison = {"config": str(args.config), "common_overrides": args.set, "seeds": args.seeds}
     comparison |= compare(jobs, variants, args.metrics)
     write_table(args.output / "comparison", comparison, [*as_markdown(comparison), made_by(__file__, argv)])
@@ -76,15 +77,16 @@ def main(argv: list[str] | None = None) -> int:
 def make_jobs(
     config: Path, output: Path, variants: dict[str, list[str]], common: Sequence[str], seeds: Sequence[int] | None
 ) -> dict[str, list[Job]]:
+    """Return the runs of each variant: one, or one per seed."""
     jobs = {}
     for name, overrides in variants.items():
+        settings = (*common, *overrides)
         run = output / name.replace(" ", "_")
         if seeds is None:
-            jobs[name] = [Job(config, (*common, *overrides), run)]
+            jobs[name] = [Job(config, settings, run)]
         else:
             jobs[name] = [
-                Job(config, (*common, *overrides, f"seed={seed}"), run.with_name(f"{run.name}_{seed}"))
-                for seed in seeds
+                Job(config, (*settings, f"seed={seed}"), run.with_name(f"{run.name}_{seed}")) for seed in seeds
             ]
     return jobs
 
@@ -92,43 +94,50 @@ def make_jobs(
 def compare(
     jobs: dict[str, list[Job]], variants: dict[str, list[str]], metrics: Sequence[str] | None
 ) -> dict[str, Any]:
-    """The metrics of all variants. `metrics`: their names; None: all accuracies over all texts of the first split."""
+    """Return the metrics of all variants.
+
+    Args:
+        metrics: their names; None: all accuracies over all texts of the first split.
+    """
     results = {name: [job.metrics for job in variant_jobs] for name, variant_jobs in jobs.items()}
-    first = next(iter(results.values()))[0]
-    accuracies = [key for key in first if re.fullmatch(r"[^/]*/accuracy[^/]*", key)]
-    metrics = metrics or [key for key in accuracies if key.split("/")[0] == accuracies[0].split("/")[0]]
+    if not metrics:
+        first_run = next(iter(results.values()))[0]
+        accuracies = [key for key in first_run if re.fullmatch(r"[^/]*/accuracy[^/]*", key)]
+        metrics = [key for key in accuracies if key.split("/")[0] == accuracies[0].split("/")[0]]
     rows = {}
-    for name, found in results.items():
+    for name, runs in results.items():
         rows[name] = {
             "overrides": variants[name],
             "runs": [str(job.run) for job in jobs[name]],
-            "metrics": {key: [one[key] for one in found] for key in metrics},
-            "steps": [one["steps"] for one in found],
-            "training_minutes": [one["seconds_training"] / 60 for one in found],
+            "metrics": {key: [run[key] for run in runs] for key in metrics},
+            "steps": [run["steps"] for run in runs],
+            "training_minutes": [run["seconds_training"] / 60 for run in runs],
         }
     return {"metrics": metrics, "variants": rows}
 
 
 def as_markdown(comparison: dict[str, Any]) -> list[str]:
+    """Return the lines of the table, and a note on its seeds."""
     metrics = comparison["metrics"]
-    rows = {
-        name: [
-            *(_format_mean_and_range(row["metrics"][key]) for key in metrics),
-            f"{statistics.mean(row['training_minutes']):.1f}",
-        ]
-        for name, row in comparison["variants"].items()
-    }
+    rows = {}
+    for name, row in comparison["variants"].items():
+        cells = [_format_mean_and_range(row["metrics"][key]) for key in metrics]
+        rows[name] = [*cells, f"{statistics.mean(row['training_minutes']):.1f}"]
+    lines = [*markdown_table([*metrics, "minutes of training"], rows), ""]
     seeds = comparison["seeds"] or []
-    note = [f"Mean and range over the seeds {', '.join(map(str, seeds))}.", ""] if len(seeds) > 1 else []
-    return [*markdown_table([*metrics, "minutes of training"], rows), "", *note]
+    if len(seeds) > 1:
+        lines += [f"Mean and range over the seeds {', '.join(map(str, seeds))}.", ""]
+    return lines
 
 
 def _format_mean_and_range(values: Sequence[float | None]) -> str:
     numbers = [value for value in values if value is not None]
     if not numbers:
         return "–"
-    extent = f" ({min(numbers):.3f} to {max(numbers):.3f})" if len(numbers) > 1 else ""
-    return f"{statistics.mean(numbers):.3f}{extent}"
+    mean = f"{statistics.mean(numbers):.3f}"
+    if len(numbers) == 1:
+        return mean
+    return f"{mean} ({min(numbers):.3f} to {max(numbers):.3f})"
 
 
 # Parallel runs of tools/train.py and tables of their metrics; the other experiments use these too.
@@ -149,19 +158,22 @@ class Job:
 
     @property
     def metrics(self) -> dict[str, Any] | None:
+        """The metrics of a finished run; None before."""
         path = self.run / "metrics.json"
         return read_json(path, dict[str, Any]) if path.is_file() else None
 
     def command(self, launch: str) -> list[str]:
-        """The command that starts the run, or resumes it after an interruption."""
+        """Return the command that starts the run, or resumes it after an interruption."""
         resume = ["--resume"] if self.run.is_dir() else []
         return [*shlex.split(launch), str(TRAIN), "--config", str(self.config), *resume, *self.all_overrides]
 
     def check(self) -> None:
         """Check that the config loads and that an existing run directory was made with it."""
-        wanted = load_config(self.config, self.all_overrides)
-        saved = self.run / "config.yaml"
-        changed = differences(load_config(saved), resolve_config(wanted)) if saved.is_file() else []
+        config = load_config(self.config, self.all_overrides)
+        saved_file = self.run / "config.yaml"
+        if not saved_file.is_file():
+            return
+        changed = differences(load_config(saved_file), resolve_config(config))
         if changed:
             raise UserError(
                 f"{self.run} contains a run with other settings ({'; '.join(changed[:3])}); remove it or use another."
@@ -180,7 +192,8 @@ def run_jobs(jobs: Sequence[Job], *, launch: str, parallel: int = 1, keep_going:
     for job in jobs:
         job.check()
     waiting = [job for job in jobs if job.metrics is None]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // parallel, 1))}
+    threads = max((os.cpu_count() or 1) // parallel, 1)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     running: dict[concurrent.futures.Future[None], Job] = {}
     failures: list[ValueError] = []
     with (
@@ -197,20 +210,31 @@ def run_jobs(jobs: Sequence[Job], *, launch: str, parallel: int = 1, keep_going:
                 bar.set_postfix_str(job.run.name)
             done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
             for future in done:
-                lost = {running.pop(future).run}
+                run = running.pop(future).run
                 try:
                     future.result()  # if it raises, no further job starts and the pool waits for the running ones
                 except ValueError as error:
                     if not keep_going:
                         raise
                     failures.append(error)
-                    while more := [job for job in waiting if lost.intersection(job.after)]:  # these can never start
-                        waiting = [job for job in waiting if job not in more]
-                        lost.update(job.run for job in more)
+                    waiting = _without_dependents(waiting, run)
                 bar.update()
+    if len(failures) > 1:
+        raise UserError(f"{failures[0]} ({len(failures)} runs failed.)")
     if failures:
-        also = f" ({len(failures)} runs failed.)" if len(failures) > 1 else ""
-        raise UserError(f"{failures[0]}{also}")
+        raise UserError(str(failures[0]))
+
+
+def _without_dependents(jobs: Sequence[Job], failed_run: Path) -> list[Job]:
+    """Return the jobs that can still start: those that need neither the failed run nor a run that needs it."""
+    lost_runs = {failed_run}
+    startable = []
+    for job in jobs:  # each after those that it needs
+        if lost_runs.intersection(job.after):
+            lost_runs.add(job.run)
+        else:
+            startable.append(job)
+    return startable
 
 
 @contextlib.contextmanager
@@ -249,26 +273,33 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
 
 
 def made_by(tool: str, argv: Sequence[str] | None) -> str:
-    """A sentence with the command, as run from the root of the repository."""
-    command = shlex.join(["python", f"tools/experiments/{Path(tool).name}", *(sys.argv[1:] if argv is None else argv)])
+    """Return a sentence with the command, as run from the root of the repository."""
+    options = sys.argv[1:] if argv is None else argv
+    command = shlex.join(["python", f"tools/experiments/{Path(tool).name}", *options])
     return f"Made by `{command}`."
 
 
 def mean_and_std(values: Sequence[float]) -> dict[str, float | None]:
-    return {"mean": statistics.mean(values), "std": statistics.stdev(values) if len(values) > 1 else None}
+    """Return the mean and, if there are several values, their standard deviation."""
+    std = statistics.stdev(values) if len(values) > 1 else None
+    return {"mean": statistics.mean(values), "std": std}
 
 
 def format_mean(entry: Mapping[str, Any], form: str, scale: float = 1) -> str:
-    """A cell with the mean and standard deviation, if any, of `mean_and_std`."""
-    return " ± ".join(form.format(scale * entry[key]) for key in ("mean", "std") if entry[key] is not None)
+    """Return a cell with the mean and standard deviation, if any, of `mean_and_std`."""
+    numbers = [entry[key] for key in ("mean", "std") if entry[key] is not None]
+    return " ± ".join(form.format(scale * number) for number in numbers)
 
 
 def markdown_table(columns: Sequence[str], rows: Mapping[str, Iterable[str]]) -> list[str]:
     lines = [f"| | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns)]
-    return [*lines, *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items())]
+    for name, cells in rows.items():
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
 
 
 def write_table(path: Path, content: Any, lines: Sequence[str]) -> None:
+    """Write and print a table, and write its content as JSON beside it."""
     write_json(path.with_suffix(".json"), content)
     text = "\n".join([*lines, ""])
     write_text(path.with_suffix(".md"), text)

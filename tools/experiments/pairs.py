@@ -105,52 +105,61 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def plan(encoders: Sequence[str], tasks: Sequence[str], variants: Sequence[str], seeds: Sequence[int]) -> list[Cell]:
-    """The cells, task by task. The joint runs of `SEEDED` have all seeds; other runs have the first one."""
-    return [
-        Cell(task, encoder, variant, seed)
-        for task, encoder, variant in itertools.product(tasks, encoders, variants)
-        if (task, variant) not in SKIPPED
-        for seed in (seeds if variant == "joint" and task in SEEDED else seeds[:1])
-    ]
+    """Return the cells, task by task. The joint runs of `SEEDED` have all seeds; other runs have the first one."""
+    cells = []
+    for task, encoder, variant in itertools.product(tasks, encoders, variants):
+        if (task, variant) in SKIPPED:
+            continue
+        has_all_seeds = variant == "joint" and task in SEEDED
+        for seed in seeds if has_all_seeds else seeds[:1]:
+            cells.append(Cell(task, encoder, variant, seed))
+    return cells
 
 
 def make_jobs(
     cells: Sequence[Cell], encoders: Mapping[str, Any], output: Path, folder: Path, settings: Sequence[str]
 ) -> tuple[dict[str, Job], dict[tuple[str, str], RunConfig]]:
-    """All runs by name, the detector first if any starts from it, and the config of each (task, encoder) pair.
+    """Return all runs by name, the detector first if any starts from it, and the config of each (task, encoder) pair.
 
     Writes the configs to OUTPUT/configs/<task>_<encoder>.yaml.
     """
     jobs: dict[str, Job] = {}
     configs: dict[tuple[str, str], RunConfig] = {}
-    written = output / "configs"
-    written.mkdir(parents=True, exist_ok=True)
+    config_folder = output / "configs"
+    config_folder.mkdir(parents=True, exist_ok=True)
+    settings_name_weights = any(word.startswith("detector.weights=") for word in settings)
     for cell in cells:
         pair = (cell.task, cell.encoder)
-        name = f"{cell.task}_{cell.encoder}"
+        config_file = config_folder / f"{cell.task}_{cell.encoder}.yaml"
         if pair not in configs:
             entry = encoders[cell.encoder]
             overrides = [*entry.get("overrides", ()), *entry.get("task_overrides", {}).get(cell.task, ()), *settings]
             config = load_config(folder / f"{cell.task}.yaml", overrides)
             configs[pair] = with_encoder(config, cell.encoder, entry, cell.task)
-            save_config(configs[pair], written / f"{name}.yaml")
-        changes = BLANK_QUESTION if (cell.task, cell.variant) == ("vcr", "text_blind") else VARIANTS[cell.variant][1]
-        overrides, after = [f"seed={cell.seed}", *changes], ()
-        if cell.variant == "image_blind" and configs[pair].data.boxes.train != BoxSource.ONLINE:
+            save_config(configs[pair], config_file)
+        config = configs[pair]
+
+        if (cell.task, cell.variant) == ("vcr", "text_blind"):
+            changes = BLANK_QUESTION
+        else:
+            _, changes = VARIANTS[cell.variant]
+        overrides = [f"seed={cell.seed}", *changes]
+        if cell.variant == "image_blind" and config.data.boxes.train != BoxSource.ONLINE:
             overrides.append("detector.loss_weight=0")  # there is nothing to detect
-        start = configs[pair].detector.weights
-        is_own = not any(word.startswith("detector.weights=") for word in settings)
-        if start is not None and is_own and Path(start).parent.name == DETECTOR:
+
+        after: tuple[Path, ...] = ()
+        weights = config.detector.weights
+        if weights is not None and Path(weights).parent.name == DETECTOR and not settings_name_weights:
             run = output / DETECTOR
             jobs.setdefault(DETECTOR, Job(CONFIGS / f"{DETECTOR}.yaml", (f"data.root={output / 'drawn'}",), run))
             overrides.append(f"detector.weights={run / 'model'}")
             after = (run,)
-        jobs[cell.name] = Job(written / f"{name}.yaml", tuple(overrides), output / cell.name, after)
+        jobs[cell.name] = Job(config_file, tuple(overrides), output / cell.name, after)
     return jobs, configs
 
 
 def with_encoder(config: RunConfig, name: str, settings: Mapping[str, Any], task: str) -> RunConfig:
-    """The config with another encoder of the same sizes; see configs/pairs/encoders.yaml."""
+    """Return the config with another encoder of the same sizes; see configs/pairs/encoders.yaml."""
     if settings["config"] is None:
         return config
     sizes = {key: getattr(config.encoder.config, key) for key in SIZES}
@@ -163,7 +172,11 @@ def with_encoder(config: RunConfig, name: str, settings: Mapping[str, Any], task
 def collect(
     cells: Sequence[Cell], jobs: Mapping[str, Job], configs: Mapping[tuple[str, str], RunConfig]
 ) -> dict[str, dict[str, Any]]:
-    """task -> "split", "chance", "shortcut" and "encoders": encoder -> variant -> results of its seeds."""
+    """Return the results of finished cells.
+
+    Returns:
+        task -> "split", "chance", "shortcut" and "encoders": encoder -> variant -> results of its seeds.
+    """
     table: dict[str, dict[str, Any]] = {}
     for cell in cells:
         metrics = jobs[cell.name].metrics
@@ -173,38 +186,46 @@ def collect(
         split = config.data.eval_splits[0]
         if cell.task not in table:
             rules = read_baselines(Path(config.data.root), config.data.name, split)
-            best = max((rules[rule] for rule in rules if "/" not in rule), default=None)
-            table[cell.task] = {"split": split, "chance": rules.get(CHANCE), "shortcut": best, "encoders": {}}
+            best_rule = max((rules[rule] for rule in rules if "/" not in rule), default=None)
+            table[cell.task] = {"split": split, "chance": rules.get(CHANCE), "shortcut": best_rule, "encoders": {}}
         variants = table[cell.task]["encoders"].setdefault(cell.encoder, {})
         entry = variants.setdefault(cell.variant, {"seeds": [], "values": [], "minutes": []})
+        _, metric = TASKS[cell.task]
         entry["seeds"].append(cell.seed)
-        entry["values"].append(metrics[str(MetricName(split, TASKS[cell.task][1], BoxSource.GT))])
+        entry["values"].append(metrics[str(MetricName(split, metric, BoxSource.GT))])
         entry["minutes"].append(metrics["seconds_training"] / 60)
         entry |= {"steps": metrics["steps"], **mean_and_std(entry["values"])}
     return table
 
 
 def as_markdown(table: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the lines of the table, which has a row for each task and encoder, and a note."""
+    if not table:
+        return ["No cell is finished yet."]
     rows = {}
     for task, results in table.items():
+        task_name, _ = TASKS[task]
+        chance = _format_accuracy(results["chance"])
+        shortcut = _format_accuracy(results["shortcut"])
         for encoder, variants in results["encoders"].items():
-            cells = [format_mean(variants[one], "{:.3f}") if one in variants else "–" for one in VARIANTS]
-            minutes = sum(sum(entry["minutes"]) for entry in variants.values())
+            cells = dict.fromkeys(VARIANTS, "–")
+            for variant, entry in variants.items():
+                cells[variant] = format_mean(entry, "{:.3f}")
+            joint, *controls = cells.values()
             steps = max(entry["steps"] for entry in variants.values())
-            rows[f"{TASKS[task][0]}, {encoder}"] = [
-                *cells[:1],
-                *("–" if results[one] is None else f"{results[one]:.3f}" for one in ("chance", "shortcut")),
-                *cells[1:],
-                str(steps),
-                f"{minutes:.0f}",
-            ]
-    headings = [heading for heading, _ in VARIANTS.values()]
-    columns = [headings[0], "chance", "best shortcut", *headings[1:], "steps", "minutes"]
+            minutes = sum(sum(entry["minutes"]) for entry in variants.values())
+            rows[f"{task_name}, {encoder}"] = [joint, chance, shortcut, *controls, str(steps), f"{minutes:.0f}"]
+    joint_heading, *control_headings = [heading for heading, _ in VARIANTS.values()]
+    columns = [joint_heading, "chance", "best shortcut", *control_headings, "steps", "minutes"]
     note = (
         "Accuracy on unseen drawn scenes with annotated boxes; ± is the standard deviation over several seeds; minutes "
         "are the training time of the whole row."
     )
-    return [*markdown_table(columns, rows), "", note] if rows else ["No cell is finished yet."]
+    return [*markdown_table(columns, rows), "", note]
+
+
+def _format_accuracy(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
 
 
 if __name__ == "__main__":
