@@ -715,16 +715,17 @@ for _setting in msgspec.structs.fields(DetectorConfig):
 def _format_error(error: msgspec.ValidationError) -> str:
     """Add the key and the choices of a `Literal` to msgspec's message."""
     reason, _, path = str(error).partition(" - at `$")
-    key = max((key for key in KEYS if key in path), key=len, default=None)
+    names_in_path = [name for name in KEYS if name in path]
+    key = max(names_in_path, key=len, default=None)
     if key is None:
         return reason
-    hint = KEYS[key][1].type
-    while typing.get_origin(hint) not in (None, Literal):
-        hint = typing.get_args(hint)[0]
-    choices = ""
+    message = f"{key}: {reason[:1].lower()}{reason[1:]}"
     if "enum" in reason:
-        choices = f"; choose from {', '.join(repr(choice) for choice in typing.get_args(hint))}"
-    return f"{key}: {reason[:1].lower()}{reason[1:]}{choices}."
+        kind = KEYS[key][1].type
+        while typing.get_origin(kind) not in (None, Literal):
+            kind = typing.get_args(kind)[0]
+        message += f"; choose from {', '.join(map(repr, typing.get_args(kind)))}"
+    return f"{message}."
 
 
 def _unused_groups(backbone: Any, heads: Any) -> set[str]:

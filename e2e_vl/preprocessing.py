@@ -103,7 +103,7 @@ class Preprocessor(abc.ABC):
     ) -> dict[str, Any]:
         """Return what the prediction takes from the text: its number, words, image, metadata and truth.
 
-        Sizes are (height, width) of the stored (first) image.
+        `image_size` is (height, width) of the first image as it is stored.
 
         Raises:
             UserError: the metadata fill a field that is not theirs, or the truth is of a kind that the task does not

@@ -207,13 +207,18 @@ def sample_masked_regions(
 
 
 def sample_replacements(
-    replaced: Bool[np.ndarray, " R"], counts: Sequence[int], generator: np.random.Generator
-) -> Int64[np.ndarray, " R"]:
+    replaced: Bool[np.ndarray, " all_regions"], counts: Sequence[int], generator: np.random.Generator
+) -> Int64[np.ndarray, " all_regions"]:
     """Draw the region whose feature each replaced region gets: a random region of a random image in the batch.
 
-    (The official LXMERT code draws among the images of the data set; those of a batch are a random part of it.) Returns
-    rows among the regions of all images (image n has `counts[n]`); -1 for regions that are not replaced, and where an
-    image without regions was drawn.
+    The official LXMERT code draws among the images of the data set; those of a batch are a random part of it.
+
+    Args:
+        replaced: of the regions of all images; image n has `counts[n]`.
+
+    Returns:
+        Rows among the regions of all images; -1 for regions that are not replaced, and where an image without regions
+        was drawn.
     """
     starts = np.concatenate([[0], np.cumsum(counts)])
     index = np.full(len(replaced), -1, dtype=np.int64)

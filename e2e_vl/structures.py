@@ -288,17 +288,20 @@ class ModelOutput(Movable):
 
     @property
     def losses(self) -> dict[str, Loss]:
-        """Losses of the task, of phrases and of the detector together, unweighted."""
+        """All losses by name, unweighted: those of the task, of phrases and of the detector."""
         return {**self.task_losses, **self.regions.losses}
 
     @property
     def task_losses(self) -> dict[str, Loss]:
-        """Losses of the task and of phrases, unweighted."""
-        return {**self.task.losses, **({} if self.phrases is None else self.phrases.losses)}
+        """The losses of the task and of phrases by name, unweighted."""
+        losses = dict(self.task.losses)
+        if self.phrases is not None:
+            losses |= self.phrases.losses
+        return losses
 
 
 def class_names_of(output: ModelOutput) -> list[list[str]]:
-    """Return the detected class of each region of each text, [M][R]; "" where none was detected or none is known."""
+    """Return the name of the class detected in each region of each text, [M][R]; "": none was detected."""
     classes = output.text_regions.classes.tolist()
     if output.class_names is None:
         return [[""] * len(row) for row in classes]

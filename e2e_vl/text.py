@@ -139,7 +139,8 @@ def word_pieces(text: str, tokenizer: PreTrainedTokenizerBase) -> list[list[int]
 def unknown_words(text: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return the words and symbols that the vocabulary lacks, in order, without repetitions or punctuation.
 
-    Such a word has an unknown wordpiece, or is spelled in wordpieces of one letter each; numbers may be spelled.
+    Such a word has an unknown wordpiece, or is spelled in wordpieces of one letter each. A number that is spelled digit
+    by digit is known.
     """
     encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
     pieces = zip(encoding.word_ids, encoding.offsets, encoding.tokens, strict=True)

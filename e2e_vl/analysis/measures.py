@@ -144,7 +144,10 @@ def measure_hits(
 def baseline_hits(
     score: Float[Tensor, " choices"], allowed: Bool[Tensor, " choices"], is_correct: Bool[Tensor, "examples choices"]
 ) -> Float[Tensor, " examples"]:
-    """Judge the allowed choice with the highest score in each example: 1 if it is correct; 0 where none is allowed."""
+    """Return 1 for each example in which the allowed choice with the highest score is correct, else 0.
+
+    The choice is the same in all examples.
+    """
     if not bool(allowed.any()):
         return is_correct.new_zeros(len(is_correct), dtype=torch.float32)
     chosen = score.masked_fill(~allowed, -torch.inf).argmax()

@@ -131,7 +131,7 @@ class Answer:
         return self.draw()._repr_png_()
 
     def draw_candidates(self, image: int = 0) -> Image.Image:
-        """Draw all candidate boxes of one image with their indices and names."""
+        """Draw all candidate boxes of image number `image`, from 0, with their indices and names."""
         rows = np.flatnonzero(self.box_images == image)
         labels = [f"{row} {self.box_names[row]}".strip() for row in rows]
         return draw_on(self.images[image], self.boxes[rows], labels)

@@ -133,10 +133,10 @@ def export_official(folder: Path, output: Path) -> None:
         print(f"written: {path} ({len(lines)} answers in the order of the classes; a run needs both)")
 
 
-def vocabulary_lines(answers: Sequence[str], read: Callable[[str], str]) -> list[str]:
+def vocabulary_lines(answers: Sequence[str], normalise: Callable[[str], str]) -> list[str]:
     """Return the lines of an official answer vocabulary, one per answer in the order of the classes.
 
-    Classes whose answers are equal after the official code's normalisation `read` get different spellings ("t shirt",
+    Classes whose answers are equal after `normalise`, the official code's step, get different spellings ("t shirt",
     "t-shirt"), because `read_answers` rejects duplicate lines.
     """
     used: dict[str, int] = {}  # line -> number of its answer
@@ -147,7 +147,7 @@ def vocabulary_lines(answers: Sequence[str], read: Callable[[str], str]) -> list
         spellings += [text + "." * dots for dots in range(1, 33)]
         line = None
         for spelling in spellings:
-            if spelling and spelling not in used and read(spelling) == answer:
+            if spelling and spelling not in used and normalise(spelling) == answer:
                 line = spelling
                 break
         if line is None or "\n" in line:

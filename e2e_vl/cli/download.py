@@ -38,7 +38,7 @@ from e2e_vl.registry import Config, check_name, decode
 
 
 class PublishedFile(Config, frozen=True):
-    """A file or an archive. configs/downloads.yaml describes the fields."""
+    """A file or an archive that `e2e-vl download` fetches. configs/downloads.yaml describes the fields."""
 
     source: str
     address: tuple[str, ...] = ()

@@ -310,11 +310,11 @@ def extraction_settings(args: argparse.Namespace) -> ExtractionConfig:
         if limits:
             raise UserError(f"--boxes gives the boxes, so nothing is selected; leave out {', '.join(limits)}.")
         return ExtractionConfig("given", attributes=attributes, image_feature=args.image_feature)
+    if args.num_boxes is not None and limits:
+        raise UserError(f"--num-boxes fixes the number of boxes; leave it out, or {', '.join(limits)}.")
     selection = DEFAULT_SELECTIONS[args.rule]
     if args.num_boxes is None:
         selection = selection.with_stated(args.min_score, args.min_boxes, args.max_boxes)
-    elif limits:
-        raise UserError(f"--num-boxes fixes the number of boxes; leave it out, or {', '.join(limits)}.")
     else:
         selection = SelectionRule(selection.min_score, args.num_boxes, args.num_boxes)
     features_of = args.features_of

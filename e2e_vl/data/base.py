@@ -139,12 +139,16 @@ class VLDataset(abc.ABC):
         names = self.class_names
         if names is None:
             return
-        if len(names) > num_classes or (detector_names is None and len(names) < num_classes):
+        has_too_many = len(names) > num_classes
+        has_too_few = detector_names is None and len(names) < num_classes
+        if has_too_many or has_too_few:
             raise UserError(
                 f"The data set has {len(names)} categories, but the detector has {num_classes} classes; set "
                 "MODEL.ROI_HEADS.NUM_CLASSES in its config."
             )
-        for number, (name, other) in enumerate(zip(names, detector_names or names, strict=False)):
+        if detector_names is None:
+            return
+        for number, (name, other) in enumerate(zip(names, detector_names, strict=False)):
             if normalise_class_name(name) != normalise_class_name(other):
                 raise UserError(
                     f"Class {number} is '{name}' in the data set, but '{other}' in the detector's weights; use a file "

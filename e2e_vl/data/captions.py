@@ -387,7 +387,7 @@ class ShardCaptions(CaptionSource):
             return folder + slash + file.partition(".")[0]
 
     def require_distinct_names(self) -> None:
-        """Raise a UserError if two images have one name, by which files of boxes know them."""
+        """Raise a UserError if two images share a name, because files of boxes find images by name."""
         _, first_rows = np.unique(self._index[:, 3], return_index=True)
         number = len(self._index) - len(first_rows)
         if number:
@@ -457,7 +457,7 @@ class CaptionDataset(VLDataset):
     @override
     def texts_of(cls, files: DataFiles, options: CaptionDatasetConfig, split: str) -> Iterable[str]:
         """Yield all captions of a split and all lines of the corpus."""
-        source = _source(files, options, split, BoxSource.ONLINE)
+        source = _source(files, options, split, BoxSource.ONLINE)  # with this one, no file of boxes is opened
         yield from (source.caption(text) for text in range(len(source.groups.texts)))
         yield from _corpus(files, options, split) or ()
 

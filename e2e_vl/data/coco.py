@@ -46,6 +46,7 @@ class _Annotation(Record):
     attributes: dict[str, Any] | list[Any] | None = field(default_factory=dict)  # CVAT's; of other tools null or a list
 
     def __post_init__(self) -> None:
+        """Take null, and the lists of other tools, for no attributes."""
         if not isinstance(self.attributes, dict):
             self.attributes = {}
         if self.attribute_ids is None:
@@ -72,7 +73,7 @@ class InstancesFile(Record):
     def root_category(self) -> _Category | None:
         """Return Roboflow's first category, which stands for the project; None for files of other tools.
 
-        The other categories are below it, and no box is of it.
+        It is the supercategory of all others, and no annotation has it.
         """
         if len(self.categories) < 2:
             return None

@@ -410,7 +410,7 @@ class ImageLoader:
             self.box_reader.require_images(images, split)
 
     def draw_augmentation(self, generator: np.random.Generator) -> Augmentation:
-        """Draw the random choices for one request."""
+        """Draw whether to flip the images of a request, and the size that they are resized to."""
         flip = bool(generator.random() < self.rules.flip_probability)
         number = int(generator.integers(len(self.rules.resize)))
         return Augmentation(flip, self.rules.resize[number])

@@ -213,12 +213,14 @@ def _select_texts(
 ) -> list[Any]:
     """Return the texts of a split that `skip_missing_images` and `first_rows` select."""
     split = values["split"]
-    rows = options.first_rows.get(split)
+    num_rows = options.first_rows.get(split)
     reads_boxes = needs.boxes in (BoxSource.PRECOMPUTED, BoxSource.DETECTIONS)
     store = None
-    if reads_boxes and (rows is not None or options.skip_missing_images):
-        store = open_features(files.path(needs.boxes.needs[-1], **values))
-    if rows is not None and (store is None or store.path.is_dir()):
+    if reads_boxes and (num_rows is not None or options.skip_missing_images):
+        box_key = needs.boxes.needs[-1]
+        store = open_features(files.path(box_key, **values))
+    has_row_order = store is not None and not store.path.is_dir()
+    if num_rows is not None and not has_row_order:
         raise UserError(
             f"data.config.first_rows.{split} counts the rows of a box file; use boxes from a single file, not "
             f"'{needs.boxes}' or a folder, or remove first_rows."
@@ -228,8 +230,8 @@ def _select_texts(
     selected = texts
     if options.skip_missing_images:
         selected = [text for text in texts if all(image in store for image in text.image_names)]
-    if rows is not None:
-        later_images = set(store.ids[rows:])
+    if num_rows is not None:
+        later_images = set(store.ids[num_rows:])
         selected = [text for text in selected if later_images.isdisjoint(text.image_names)]
     num_skipped = len(texts) - len(selected)
     if num_skipped:

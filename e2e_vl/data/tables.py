@@ -224,7 +224,8 @@ def drop_repeats(records: Iterable[Item], skipped: SkippedRecords, what: str) ->
 class TextGroups(Sequence):
     """Text indices of each image, in two numpy arrays.
 
-    `texts` int64 [texts] has those of the first image, then the second, ...; `counts` int [images] has their numbers.
+    `texts` int64 [texts] has those of the first image, then the second, ...; `counts` int [images]: how many texts each
+    image has.
     """
 
     def __init__(self, texts: np.ndarray, counts: Sequence[int] | np.ndarray) -> None:
@@ -374,7 +375,7 @@ class TextLines(Sequence):
 
     @property
     def offsets(self) -> np.ndarray:
-        """int64 [n]: where the lines begin in the file."""
+        """The byte at which each line begins, int64 [lines]."""
         return self._starts
 
     def __len__(self) -> int:

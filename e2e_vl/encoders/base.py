@@ -37,6 +37,7 @@ class PretrainedEncoderConfig(PreTrainedConfig):
     feature_dim: int = 2048  # width of the detector's region features
 
     def __init_subclass__(cls, settings: type[Config], **kwargs: Any) -> None:
+        """Copy the fields of the settings to the class: transformers makes a dataclass of its annotations."""
         cls.settings_class = settings
         cls.__annotations__ = inspect.get_annotations(cls)
         for field in msgspec.structs.fields(settings):

@@ -1,4 +1,4 @@
-"""The settings of the encoders (`encoder.config` of a run). The defaults are the official base models.
+"""The settings of the encoders (`encoder.config` of a run). The defaults are those of the official base models.
 
 `vocab_size` and `feature_dim` come from the tokenizer and the detector; only the transformers configs have them.
 """

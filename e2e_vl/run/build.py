@@ -260,7 +260,9 @@ def build_detector(
 ) -> Detector:
     """Build the detector with random weights or those of `detector.weights`.
 
-    `class_names`: names of its classes, unless its weights name them; None: they may be unknown.
+    Args:
+        on_init: gets the report of the weights that were loaded.
+        class_names: names of the classes, which are used if the weights have none; None: unknown.
     """
     settings = config.detector
     detector_config = read_detector_config(settings)
@@ -469,9 +471,9 @@ def build_loader(
     *,
     training: bool = False,
 ) -> ImageLoader:
-    """Return the loader of the images of a run and their boxes, which is deterministic in evaluation.
+    """Return what loads a run's images and their boxes; in evaluation, nothing is random.
 
-    `dataset`: opens its box files; None: boxes come with each sample or from the detector.
+    `dataset`: whose box files are opened; None: boxes come with each sample or from the detector.
     """
     data = config.data
     sizes = data.resize.short_edge if training else data.resize.short_edge[-1:]

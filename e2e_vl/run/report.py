@@ -59,7 +59,7 @@ LEGEND_WIDTH = 46  # characters of a line
 
 
 def draw_curves(lines: Sequence[dict[str, Any]]) -> bytes | None:
-    """Plot losses of task and detector, their weighted sum, evaluations and their losses, and what is scheduled.
+    """Plot the losses, the metrics and losses of evaluations, and the learning rates and weights of the schedule.
 
     Args:
         lines: the lines of log.jsonl, see `e2e_vl.io.RunLog`.

@@ -96,11 +96,11 @@ def describe_run(config: RunConfig, run: Run, accelerator: Accelerator, step: in
     evaluations = []
     if boxes:
         for split in config.data.eval_splits:
-            size = _size(run.eval_data[split, boxes[0]])
+            size = _describe_size(run.eval_data[split, boxes[0]])
             evaluations.append(("evaluation", f"{split}: {size}, boxes: {', '.join(boxes)}"))
     lines = [
         ("device", f"{device}, {processes}, {PRECISIONS[settings.mixed_precision]}"),
-        ("training", f"{config.data.train_split}: {_size(run.train_data)}, boxes: {config.data.boxes.train}"),
+        ("training", f"{config.data.train_split}: {_describe_size(run.train_data)}, boxes: {config.data.boxes.train}"),
         *evaluations,
         ("steps", steps),
         *describe_schedule_part(*settings.schedule_fraction),
@@ -131,7 +131,7 @@ def describe_schedule_part(start: float, end: float) -> list[tuple[str, str]]:
     return [("schedule", f"{start:g} to {end:g} of a longer one{moments}")]
 
 
-def _size(examples: EncodedDataset) -> str:
+def _describe_size(examples: EncodedDataset) -> str:
     """Say how many images and texts a split has."""
     size = f"{len(examples.groups):,} images with {len(examples):,} texts"
     corpus = examples.dataset.corpus
@@ -141,9 +141,10 @@ def _size(examples: EncodedDataset) -> str:
 
 
 def describe_weights(part: nn.Module, loaded: Sequence[InitialWeights]) -> str:
-    """Say how a part of the model was initialised: the weights files, and the names of random parameters."""
+    """Say in one line how a part was initialised: its files, and what is copied, zero, random or not used."""
     if not loaded:
-        return "all random" if any(True for _ in part.parameters()) else "nothing to learn"
+        has_parameters = next(part.parameters(), None) is not None
+        return "all random" if has_parameters else "nothing to learn"
     sources: list[str] = []
     copied: list[str] = []
     unused: list[str] = []
@@ -163,9 +164,9 @@ def describe_weights(part: nn.Module, loaded: Sequence[InitialWeights]) -> str:
         sentences.append(f"copied: {', '.join(copied)}")
     if zero:
         sentences.append(f"starts at zero: {', '.join(sorted(zero))}")
-    sentences.append(f"random: {_names(random) or 'nothing'}")
+    sentences.append(f"random: {_shorten_list(random) or 'nothing'}")
     if unused:
-        sentences.append(f"not used: {_names(unused)}")
+        sentences.append(f"not used: {_shorten_list(unused)}")
     return "; ".join(sentences)
 
 
@@ -174,7 +175,8 @@ def _count(number: int, what: str, plural: str = "s") -> str:
     return f"{number:,} {what}{ending}"
 
 
-def _names(names: Sequence[str]) -> str:
+def _shorten_list(names: Sequence[str]) -> str:
+    """Join the first names; the others are counted."""
     text = ", ".join(names[:SHOWN_NAMES])
     if len(names) > SHOWN_NAMES:
         text += f", and {len(names) - SHOWN_NAMES} more"

@@ -159,7 +159,7 @@ def _refs(scene: SceneRecord, first_ref_id: int) -> list[dict[str, Any]]:
 
 
 def _without_target(scene: SceneRecord, first_ref_id: int) -> list[dict[str, Any]]:
-    """Return gRefCOCO's entries of a scene, one per expression that is true of nothing."""
+    """Return gRefCOCO's entries of a scene, one per expression that refers to nothing."""
     refs = []
     first_sentence_id = scene.first_sentence_id + len(scene.references)
     for number, reference in enumerate(scene.without_target):
@@ -194,9 +194,8 @@ def _sentence(sentence_id: int, reference: Reference) -> dict[str, Any]:
 class MAttNetDetectionsWriter(FormatWriter):
     """Writes `refcoco+_unc/res101_coco_minus_refer_notime_dets.json`.
 
-    It is the flat list of the detections of all splits, in a random order of images and boxes as in the release. A
-    written width is `x2 - x1 + 1` with the inclusive corners of the release, which is the width between the pixels'
-    edges.
+    It is the flat list of the detections of all splits, in a random order of images and boxes as in the release. Widths
+    are `x2 - x1 + 1` as in the release, whose corners are inclusive pixels; that is the continuous width of our boxes.
     """
 
     @override

@@ -58,18 +58,18 @@ class LxmertWriter(FormatWriter):
         _write(folder / "trainval_label2ans.json", sorted_answers)
 
     def _pairs(self, split: str, scenes: Sequence[SceneRecord]) -> list[dict[str, Any]]:
-        """Draw NLVR2's sets anew, with other random numbers than its own format."""
+        """Draw sets of pairs and sentences as NLVR2's writer does, but other ones."""
         examples: list[dict[str, Any]] = []
-        for number in range(max(len(scenes) // 2, 1)):
-            rng = self.recipe.generator(split, number, "lxmert pairs")
+        for set_number in range(max(len(scenes) // 2, 1)):  # at least one, so that the file is not empty
+            rng = self.recipe.generator(split, set_number, "lxmert pairs")
             pair_set = draw_set(scenes, self.recipe.scene.values, rng)
             if pair_set is None:
                 continue
-            for row, (pair, labels) in enumerate(zip(pair_set.pairs, pair_set.labels, strict=True)):
+            for pair_number, (pair, labels) in enumerate(zip(pair_set.pairs, pair_set.labels, strict=True)):
                 left, right = pair
-                for column, (sentence, label) in enumerate(zip(pair_set.sentences, labels, strict=True)):
+                for sentence_number, (sentence, label) in enumerate(zip(pair_set.sentences, labels, strict=True)):
                     example = {
-                        "identifier": f"{split}-{number}-{row}-{column}",
+                        "identifier": f"{split}-{set_number}-{pair_number}-{sentence_number}",
                         "img0": left.image_file.stem,
                         "img1": right.image_file.stem,
                         "label": int(label),

@@ -47,12 +47,12 @@ class PairSentence:
         return self.is_true_of_counts(self.count(left), self.count(right))
 
     def is_true_of_counts(self, left: int, right: int) -> bool:
-        """Return whether the sentence is true of images with so many matching objects."""
-        here, there = (left, right) if self.side == "left" else (right, left)
+        """Return whether the sentence is true of images with `left` and `right` matching objects."""
         if self.family == "both":
             return left > 0 and right > 0
         if self.family == "exactly one":
             return (left > 0) != (right > 0)
+        here, there = (left, right) if self.side == "left" else (right, left)
         if self.family == "side":
             return here > 0
         if self.family == "more":

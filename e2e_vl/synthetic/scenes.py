@@ -385,7 +385,7 @@ class SceneGraph:
         for i, appearance in enumerate(self.appearances):
             for slot in ("shape", "colour", "texture", "size"):
                 key = (slot, getattr(appearance, slot))
-                self.attribute_masks[key] = self.attribute_masks.get(key, 0) | 1 << i
+                self.attribute_masks[key] = self.attribute_masks.get(key, 0) | (1 << i)
 
         self.gap = _gaps(scene)
         box = np.array([item.box for item in objects], float)
@@ -393,8 +393,10 @@ class SceneGraph:
         self.distance = np.linalg.norm(centre[:, None] - centre[None], axis=2)
 
         tables = self._size_tables(scene) | self._overlap_tables(scene)
-        tables["near"] = (self.gap <= NEAR, self.gap >= NOT_NEAR)
-        tables["away"] = tables["near"][::-1]
+        is_near = self.gap <= NEAR
+        is_away = self.gap >= NOT_NEAR
+        tables["near"] = (is_near, is_away)
+        tables["away"] = (is_away, is_near)
         self.related = {name: _columns(true) for name, (true, _) in tables.items()}
         self.unrelated = {name: _columns(false) for name, (_, false) in tables.items()}
 

@@ -155,6 +155,7 @@ def _ask_value(
 
 
 def _ask_count(graph: SceneGraph, values: Values, rng: np.random.Generator) -> _Draft:
+    """Ask how many objects fit a description; every count that occurs is equally likely."""
     slots = _COUNTED[rng.integers(len(_COUNTED))]
     by_count: dict[int, list[Description]] = defaultdict(list)
     for description in all_descriptions(slots, values):

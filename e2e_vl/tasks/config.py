@@ -259,7 +259,7 @@ class MaskedRegionsConfig(ObjectiveConfig, frozen=True):
 
 
 class RelationshipConfig(ObjectiveConfig, frozen=True):
-    """Does a text match its image? Some captions are replaced with captions of other images."""
+    """Is the text about the image? Wrong pairs are made as `text_format` says."""
 
     name: ClassVar[str] = "relationship"
     # probability of a caption of another image; 0.5 in the official code of all models

@@ -168,6 +168,7 @@ class Flickr30KTask(Task):
         return TaskOutput(losses=losses, logits=log_attention)
 
     def _phrase_states(self, text: Float[Tensor, "M L E"], spans: Ragged) -> Float[Tensor, "P E"]:
+        """Return the state that stands for each phrase: of its first or last wordpiece, or the mean of all."""
         first, end = spans.values.unbind(dim=1)
         owner = spans.owner
         if self.config.phrase_state == "mean":

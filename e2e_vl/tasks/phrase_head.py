@@ -96,7 +96,10 @@ class PhraseHead(nn.Module):
 def log_attention_of(
     query: Float[Tensor, "P width"], key: Float[Tensor, "P R width"], candidates: Bool[Tensor, "P R"], heads: int = 1
 ) -> Float[Tensor, "P R"]:
-    """Return each phrase's log attention on the regions of its text, averaged over heads; -inf for other regions."""
+    """Return the log of each phrase's attention on the regions of its text; -inf for other regions.
+
+    The attention is the mean over the heads.
+    """
     query = query.unflatten(-1, (heads, -1))
     key = key.unflatten(-1, (heads, -1))
     scores = at_least_float32(torch.einsum("phd,prhd->phr", query, key)) / math.sqrt(query.shape[-1])

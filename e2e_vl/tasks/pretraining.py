@@ -307,12 +307,11 @@ class PretrainingTask(Task):
             for text, is_correct in zip(texts, items.is_correct.tolist(), strict=True):
                 counts_of[text][name].count += 1
                 counts_of[text][name].right += is_correct
-            if class_names is None:
-                continue
-            columns = (items.position.tolist(), items.best.tolist(), items.truth.tolist())
-            for text, position, best, truth in zip(texts, *columns, strict=True):
-                item = ItemPrediction(position, class_names[best], class_names[truth])
-                counts_of[text][name].items.append(item)
+            if class_names is not None:
+                columns = (items.position.tolist(), items.best.tolist(), items.truth.tolist())
+                for text, position, best, truth in zip(texts, *columns, strict=True):
+                    item = ItemPrediction(position, class_names[best], class_names[truth])
+                    counts_of[text][name].items.append(item)
         predictions = []
         for record, counts in zip(batch.records, counts_of, strict=True):
             if record:  # texts without an image have none

@@ -120,7 +120,7 @@ def write_leaderboard(path: Path, scores: LeaderboardScores) -> None:
 def join_predictions(
     answers_run: Sequence[VCRPrediction], rationales_run: Sequence[VCRPrediction]
 ) -> LeaderboardScores:
-    """Join the predictions of a Q->A run and of a QA->R run with condition_on=each.
+    """Join the predictions of a Q->A run and of a QA->R run; the latter with condition_on=each.
 
     Returns the scores, in the order of `answers_run`.
     """
@@ -200,12 +200,12 @@ def name_objects(objects: Sequence[str], names: Sequence[str] = NEUTRAL_NAMES, s
     """Name each object in the text: people get the names in turn, from `start` on; other objects get their class."""
     result = []
     person = start
-    for name in objects:
-        if name == PERSON:
+    for class_name in objects:
+        if class_name == PERSON:
             result.append(names[person % len(names)])
             person += 1
         else:
-            result.append(name)
+            result.append(class_name)
     return result
 
 
@@ -599,9 +599,9 @@ class VCRTask(Task):
         super().__init__()
         config = config or VCRConfig()
         self.config = config
+        self.instance_masks = InstanceMasks.from_settings(config.mask_size, config.mask_at)
         self.head = Head(summary_size or hidden_size, None, config.dropout, config.head_init)
         self.region_classifier = None
-        self.instance_masks = InstanceMasks.from_settings(config.mask_size, config.mask_at)
         if config.region_loss_weight > 0:
             self.region_classifier = Head(
                 hidden_size,

@@ -329,7 +329,10 @@ def check_answers(folder: Path, task: Task) -> None:
 
 
 def find_weights(name: str, part: str) -> Path:
-    """Find the weights file of a part: `encoder`, `task` or `phrases`; see the top of this file for `name`."""
+    """Find the weights file of a part: `encoder`, `task` or `phrases`.
+
+    `name`: a run, a saved model, a folder, a file, or a model of the hub.
+    """
     path = user_path(name)
     if path.is_file():
         return path

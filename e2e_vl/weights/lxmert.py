@@ -130,7 +130,7 @@ class OfficialLxmert(WeightAdapter):
 
     @override
     def export(self, model: VisionLanguageModel, task_name: str, path: Path) -> list[str]:
-        """Write a file of the official code, with the names of `*_LXRT.pth` or of `BEST.pth`."""
+        """Write a file with the parameter names of `*_LXRT.pth` or `BEST.pth`; return the parameters left out."""
         check_task(task_name, list(OFFICIAL_HEADS), "LXMERT")
         check_settings(model.encoder.config.to_dict(), OFFICIAL_CONFIG, path)
         weights = ModelWeights.of_model(model, task_name)

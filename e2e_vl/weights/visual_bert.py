@@ -223,9 +223,12 @@ class TransformersVisualBert(OfficialVisualBert):
     def export(self, model: VisionLanguageModel, task_name: str, path: Path) -> list[str]:
         """Write a folder's `model.safetensors` and `config.json`.
 
-        Tasks without a head in transformers give the trunk alone (`VisualBertModel`). Its users must pass
-        `visual_token_type_ids` according to `region_types` (transformers' default is 1) and, with
+        For a task without a head in transformers, only the trunk (`VisualBertModel`) is written. Who loads the file
+        must pass `visual_token_type_ids` according to `region_types` (transformers' default is 1) and, with
         `with_box_coordinates`, features with the box coordinates appended.
+
+        Returns:
+            The names of the parameters left out.
         """
         check_settings(model.encoder.config.to_dict(), self.required_config, path)
         weights = ModelWeights.of_model(model, task_name)

@@ -79,7 +79,7 @@ class Remarks:
 
 
 def enclosing_corners(points: np.ndarray) -> FourNumbers:
-    """Return the corners of the upright box around points [P, 2]."""
+    """Return the axis-aligned box around points, float [points, 2] (x, y) in pixels of the image."""
     x1, y1 = points.min(axis=0).tolist()
     x2, y2 = points.max(axis=0).tolist()
     return x1, y1, x2, y2
