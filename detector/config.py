@@ -58,23 +58,58 @@ SUPPORTED: dict[str, str] = {
 
 # Keys, or prefixes of keys, that do not affect the model's output.
 IGNORED: tuple[str, ...] = (
-    *("CUDNN_BENCHMARK", "DATALOADER.", "DATASETS.", "FLOAT32_PRECISION", "GLOBAL.", "OUTPUT_DIR", "SEED", "SOLVER."),
-    *("VIS_PERIOD", "INPUT.CROP.", "INPUT.MASK_FORMAT", "INPUT.RANDOM_FLIP", "MODEL.DEVICE", "MODEL.PANOPTIC_FPN."),
-    *("MODEL.ANCHOR_GENERATOR.ANGLES", "MODEL.RESNETS.DEFORM_MODULATED", "MODEL.RESNETS.DEFORM_NUM_GROUPS"),
-    *("MODEL.RETINANET.", "MODEL.ROI_BOX_CASCADE_HEAD.", "MODEL.ROI_BOX_HEAD.FED_LOSS_", "MODEL.SEM_SEG_HEAD."),
-    *("MODEL.ROI_BOX_HEAD.TRAIN_ON_PRED_BOXES", "MODEL.ROI_KEYPOINT_HEAD.", "MODEL.ROI_MASK_HEAD."),
-    *("TEST.AUG.", "TEST.EVAL_PERIOD", "TEST.EXPECTED_RESULTS", "TEST.KEYPOINT_OKS_SIGMAS", "TEST.PRECISE_BN."),
+    "CUDNN_BENCHMARK",
+    "DATALOADER.",
+    "DATASETS.",
+    "FLOAT32_PRECISION",
+    "GLOBAL.",
+    "OUTPUT_DIR",
+    "SEED",
+    "SOLVER.",
+    "VIS_PERIOD",
+    "INPUT.CROP.",
+    "INPUT.MASK_FORMAT",
+    "INPUT.RANDOM_FLIP",
+    "MODEL.DEVICE",
+    "MODEL.PANOPTIC_FPN.",
+    "MODEL.ANCHOR_GENERATOR.ANGLES",
+    "MODEL.RESNETS.DEFORM_MODULATED",
+    "MODEL.RESNETS.DEFORM_NUM_GROUPS",
+    "MODEL.RETINANET.",
+    "MODEL.ROI_BOX_CASCADE_HEAD.",
+    "MODEL.ROI_BOX_HEAD.FED_LOSS_",
+    "MODEL.SEM_SEG_HEAD.",
+    "MODEL.ROI_BOX_HEAD.TRAIN_ON_PRED_BOXES",
+    "MODEL.ROI_KEYPOINT_HEAD.",
+    "MODEL.ROI_MASK_HEAD.",
+    "TEST.AUG.",
+    "TEST.EVAL_PERIOD",
+    "TEST.EXPECTED_RESULTS",
+    "TEST.KEYPOINT_OKS_SIGMAS",
+    "TEST.PRECISE_BN.",
 )
 
 # Keys that Detectron2 does not have.
 OUR_KEYS: tuple[str, ...] = (
     "MODEL.RESNETS.STEM_POOL",
-    *(f"MODEL.ANCHOR_GENERATOR.{name}" for name in ("CELL_ANCHORS", "STRIDES")),
-    *(f"MODEL.RPN.{name}" for name in ("MIN_SIDE", "SCORE_THRESH", "LOSS_NORMALISER")),
-    *(f"MODEL.ROI_HEADS.{name}" for name in ("MIN_SIDE", "FEATURES_OF")),
-    *(f"MODEL.ROI_BOX_HEAD.{name}" for name in ("LEVEL_RULE", "REGION_FEATURE")),
-    *(f"MODEL.ROI_BOX_HEAD.ATTRIBUTES.{n}" for n in ("NUM_CLASSES", "EMBEDDING_DIM", "HIDDEN_DIM", "LOSS_WEIGHT")),
-    *(f"MODEL.R2C.{name}" for name in ("FEATURE_DIM", "MASK_CHANNELS", "CLASS_DIM", "DROPOUT", "CANVAS")),
+    "MODEL.ANCHOR_GENERATOR.CELL_ANCHORS",
+    "MODEL.ANCHOR_GENERATOR.STRIDES",
+    "MODEL.RPN.MIN_SIDE",
+    "MODEL.RPN.SCORE_THRESH",
+    "MODEL.RPN.LOSS_NORMALISER",
+    "MODEL.ROI_HEADS.MIN_SIDE",
+    "MODEL.ROI_HEADS.FEATURES_OF",
+    "MODEL.ROI_BOX_HEAD.LEVEL_RULE",
+    "MODEL.ROI_BOX_HEAD.REGION_FEATURE",
+    "MODEL.ROI_BOX_HEAD.ATTRIBUTES.NUM_CLASSES",
+    "MODEL.ROI_BOX_HEAD.ATTRIBUTES.EMBEDDING_DIM",
+    "MODEL.ROI_BOX_HEAD.ATTRIBUTES.HIDDEN_DIM",
+    "MODEL.ROI_BOX_HEAD.ATTRIBUTES.LOSS_WEIGHT",
+    "MODEL.R2C.FEATURE_DIM",
+    "MODEL.R2C.MASK_CHANNELS",
+    "MODEL.R2C.CLASS_DIM",
+    "MODEL.R2C.DROPOUT",
+    "MODEL.R2C.CANVAS",
     "MODEL.R2C.FROZEN_STATISTICS",
 )
 
@@ -86,12 +121,8 @@ STANDARD_HEADS = "StandardROIHeads"
 STAGES = ("res2", "res3", "res4", "res5")
 NORM_EPS = 1e-5  # epsilon of frozen batch norms, as in Detectron2
 BACKENDS = ("builtin", "detectron2")  # detectors that this file configures
-EXPECTED_PARTS = (
-    "all",
-    "no_attributes",
-    "no_predictor",
-    "backbone",
-)  # of a weights file, see `EXPECT` in checkpoint.py
+# of a weights file, see `EXPECT` in checkpoint.py
+EXPECTED_PARTS = ("all", "no_attributes", "no_predictor", "backbone")
 
 # Types of fields. Some special values of Detectron2 are not supported (MIN_SIZE_TEST 0, DETECTIONS_PER_IMAGE -1).
 PositiveInt = Annotated[int, Meta(ge=1)]

@@ -125,7 +125,7 @@ class TwoStageDetector(Detector):
         roi_masks: list[Float[Tensor, "_R S S"]] | None = None,
         whole_image: bool = False,
     ) -> Regions:
-        """See `Detector.forward`.
+        """Do what `Detector.forward` says.
 
         The score and class of a RoI sampled in training belong to its best foreground class; a whole-image row has
         score 1 and class K (background). The `mean` of each loss is Detectron2's value, weights included.

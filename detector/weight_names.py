@@ -176,8 +176,13 @@ def _torchvision_name(name: str) -> str:
 CELL_ANCHORS = "proposal_generator.anchor_generator.cell_anchors."
 # Mask and keypoint heads are not used. The last three names are Caffe2's.
 OTHER_BRANCHES = (
-    *("roi_heads.mask_head.", "roi_heads.mask_pooler.", "roi_heads.keypoint_head.", "roi_heads.keypoint_pooler."),
-    *("_[mask]_fcn", "mask_fcn_logits_", "conv5_mask_"),
+    "roi_heads.mask_head.",
+    "roi_heads.mask_pooler.",
+    "roi_heads.keypoint_head.",
+    "roi_heads.keypoint_pooler.",
+    "_[mask]_fcn",
+    "mask_fcn_logits_",
+    "conv5_mask_",
 )
 # Keys that no detector uses: ImageNet classifiers, mask and keypoint heads, and the bias of the first convolution in
 # Caffe, which precedes a norm. Detectron2 ignores them too.

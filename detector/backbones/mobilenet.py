@@ -41,7 +41,10 @@ class MobileNetFPN(Backbone):
     def freeze_stages(self, count: int) -> None:
         blocks = list(self.body.children())
         # as in torchvision, a stage begins at a block that halves the map (`_is_cn`: it makes a map of the C's)
-        starts = [0, *(number for number, block in enumerate(blocks) if getattr(block, "_is_cn", False))]
+        starts = [0]
+        for number, block in enumerate(blocks):
+            if getattr(block, "_is_cn", False):
+                starts.append(number)
         starts.append(len(blocks) - 1)
         for block in blocks[: starts[count]]:
             freeze(block)

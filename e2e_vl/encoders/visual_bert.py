@@ -218,7 +218,10 @@ class VisualBertEncoder(Encoder):
         output_attentions: bool = False,
         intermediate_layer: int | None = None,
     ) -> EncoderOutput:
-        """See `Encoder.forward`. The summary is the state at `texts.summary`, or else the pooled state of [CLS]."""
+        """Encode as `Encoder.forward` says.
+
+        The summary is the state at `texts.summary`, or else the pooled state of [CLS].
+        """
         hidden, layout = self.embeddings(texts, regions)
         biases = [] if self.relative_geometry is None else pack_biases(self.relative_geometry, regions, layout)
         return self.encode(texts, hidden, layout, output_attentions, biases, intermediate_layer)
