@@ -32,18 +32,18 @@ class ImageTransform:
     flipped: bool = False
 
     def transform_boxes(self, boxes: np.ndarray) -> np.ndarray:
-        """float64 [R, 4]; a flip is x' = width - 1 - x, with the width of the resized image."""
+        """Return float64 [R, 4]; a flip is x' = width - 1 - x, with the width of the resized image."""
         moved = self._scaled(boxes)
         if self.flipped:
             moved[:, [0, 2]] = self.size[1] - 1 - moved[:, [2, 0]]
         return moved
 
     def transform_referred_boxes(self, boxes: np.ndarray) -> np.ndarray:
-        """float32 [R, 4], clamped to [0, width - 1] x [0, height - 1]."""
+        """Return float32 [R, 4], clamped to [0, width - 1] x [0, height - 1]."""
         return self._clamped(self.transform_boxes(boxes))
 
     def transform_objects(self, boxes: np.ndarray) -> np.ndarray:
-        """float32 [G, 4], clipped to [0, width] x [0, height]; a flip is x' = width - x."""
+        """Return float32 [G, 4], clipped to [0, width] x [0, height]; a flip is x' = width - x."""
         height, width = self.size
         moved = self._scaled(boxes)
         if self.flipped:
@@ -51,7 +51,7 @@ class ImageTransform:
         return moved.clip(0, [width, height, width, height]).astype(np.float32)
 
     def transform_and_clamp_boxes(self, boxes: np.ndarray, name: str) -> np.ndarray:
-        """float32 [R, 4], clamped to [0, width - 1] x [0, height - 1].
+        """Return float32 [R, 4], clamped to [0, width - 1] x [0, height - 1], with a positive area.
 
         A box that only covers the last column or row of pixels, and would be empty after clamping, becomes one pixel
         wide or high: boxes never have zero area. `name` describes them in the error about a box outside the image.
@@ -67,9 +67,9 @@ class ImageTransform:
             )
         moved = self._clamped(self.transform_boxes(boxes))
         for low, high in ((0, 2), (1, 3)):
-            lost = moved[:, high] <= moved[:, low]
-            moved[lost, low] = np.maximum(moved[lost, high] - 1, 0)
-            moved[lost, high] = moved[lost, low] + 1
+            is_empty = moved[:, high] <= moved[:, low]
+            moved[is_empty, low] = np.maximum(moved[is_empty, high] - 1, 0)
+            moved[is_empty, high] = moved[is_empty, low] + 1
         return moved
 
     def _clamped(self, moved: np.ndarray) -> np.ndarray:
@@ -77,7 +77,10 @@ class ImageTransform:
         return np.clip(moved, 0, np.array([width - 1, height - 1, width - 1, height - 1])).astype(np.float32)
 
     def _scaled(self, boxes: np.ndarray) -> np.ndarray:
-        x_scale, y_scale = self.size[1] / self.original_size[1], self.size[0] / self.original_size[0]
+        height, width = self.size
+        original_height, original_width = self.original_size
+        x_scale = width / original_width
+        y_scale = height / original_height
         return np.asarray(boxes, dtype=np.float64).reshape(-1, 4) * (x_scale, y_scale, x_scale, y_scale)
 
 
@@ -112,7 +115,9 @@ class LoadedImage:
         """Return a copy without candidate boxes, for image-blind controls: boxes reveal something about the image."""
         if self.boxes is None:
             return self
-        columns = ("boxes", "box_classes", "class_probs", "roi_masks", "features")
-        rows = {name: getattr(self, name) for name in columns}
-        emptied = {name: None if values is None else values[:0] for name, values in rows.items()}
+        emptied = {}
+        for name in ("boxes", "box_classes", "class_probs", "roi_masks", "features"):
+            values = getattr(self, name)
+            if values is not None:
+                emptied[name] = values[:0]
         return dataclasses.replace(self, **emptied, predictions=self.predictions.select(slice(0)), box_ids=None)

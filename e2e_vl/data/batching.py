@@ -274,8 +274,11 @@ class BatchLoader:
             batch, unreadable = loaded
             if self._unreadable is not None:
                 self._unreadable += unreadable
-            if batch is not None:  # at least one image could be read
-                yield unpack(batch) if isinstance(batch, PackedBatch) else batch
+            if batch is None:  # no image could be read
+                continue
+            if isinstance(batch, PackedBatch):
+                batch = unpack(batch)
+            yield batch
 
 
 @dataclasses.dataclass
@@ -289,10 +292,11 @@ class _Batches(Dataset):
     def __getitems__(self, requests: list[Request]) -> tuple[Any, list[Unreadable]] | Exception:
         examples: list[EncodedSample] = []
         unreadable: list[Unreadable] = []
+        read = self.dataset.read if self.skip_unreadable else self.dataset.__getitem__
         try:
             for request in requests:
                 try:
-                    examples.append(self.dataset.read(request) if self.skip_unreadable else self.dataset[request])
+                    examples.append(read(request))
                 except BrokenImageError as error:
                     images = self.dataset.dataset.sample(request.texts).images
                     ids = tuple(image.id for image in images)
@@ -384,7 +388,8 @@ def canvas_size(sizes: Sequence[tuple[int, int]], canvas: Sequence[int]) -> tupl
     short, long = canvas
     minimum_sizes = []
     for height, width in sizes:
-        minimum_sizes.append((short, long) if height <= width else (long, short))
+        is_portrait = height > width
+        minimum_sizes.append((long, short) if is_portrait else (short, long))
     heights, widths = zip(*sizes, *minimum_sizes, strict=True)
     return max(heights), max(widths)
 
@@ -570,10 +575,11 @@ class EncodedDataset(Dataset):
                     raise kind(f"{cause} {hint}") from cause
                 self.broken.add(group)
                 blank = self._read_blank(request, texts)
+                replacement = "The next image" if blank is None else "A blank image"
                 logger.warning(
                     "%s %s is used instead (%d unreadable images so far in this process).",
                     cause,
-                    "The next image" if blank is None else "A blank image",
+                    replacement,
                     len(self.broken),
                 )
                 if blank is not None:
@@ -611,7 +617,9 @@ class EncodedDataset(Dataset):
         """
         make_generator: GeneratorFactory = functools.partial(random_generator, self.seed, request.epoch)
         augmentation = self.loader.draw_augmentation(make_generator(request.texts[0]))
-        sample = self.dataset.sample(request.texts if texts is None else texts)
+        if texts is None:
+            texts = request.texts
+        sample = self.dataset.sample(texts)
         images = [self.loader.load(image, augmentation, blank_if_broken=blank_if_broken) for image in sample.images]
         texts = self.preprocess(sample, images, request.epoch)
         for text in texts:

@@ -302,9 +302,11 @@ class GQADataset(RecordDataset):
         shown = {key: graph.objects[key] for key in graph.objects if graph.shows(key)}
         boxes = np.array([shown_object.corners for shown_object in shown.values()], dtype=np.float64).reshape(-1, 4)
         require_pixels(boxes, f"scene graph of image {name}")
-        ids = tuple(int(key) if key.isdecimal() else number for number, key in enumerate(shown))
+        ids = []
+        for number, key in enumerate(shown):
+            ids.append(int(key) if key.isdecimal() else number)
         names = tuple(shown_object.name for shown_object in shown.values())
-        objects = AnnotatedObjects(boxes, f"scene graph of image {name}", ids=ids, names=names)
+        objects = AnnotatedObjects(boxes, f"scene graph of image {name}", ids=tuple(ids), names=names)
         return SampleImage(name, file, (graph.height, graph.width), objects)
 
     @override

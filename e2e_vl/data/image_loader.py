@@ -220,8 +220,10 @@ class StoredBoxes(BoxReader):
             rows = np.argsort(-scores, kind="stable")[: self.limit]
         elif is_detected:
             rows = select_regions(scores, self.selection).numpy()
+        elif self.with_features:
+            rows = slice(self.limit)
         else:
-            rows = slice(self.limit if self.with_features else None)
+            rows = slice(None)
         features = None
         image_feature = None
         if self.with_features:

@@ -56,7 +56,9 @@ class Ref(Record):
     def ann_ids(self) -> list[Id]:
         """The annotations that it refers to."""
         ids = self.ann_id if isinstance(self.ann_id, list) else [self.ann_id]
-        return [] if ids == [-1] else ids
+        if ids == [-1]:  # it refers to nothing
+            return []
+        return ids
 
     @property
     def expressions(self) -> list[Sentence]:
@@ -89,8 +91,10 @@ class Expression(TextRecord, array_like=True):
     @property
     def metadata(self) -> dict[str, Any]:
         """The ids, and the kind of expression."""
-        ids = {"ref_id": self.ref_id, "sent_id": self.sent_id, "image_id": self.image_id}
-        return ids if self.family is None else ids | {"family": self.family}
+        metadata = {"ref_id": self.ref_id, "sent_id": self.sent_id, "image_id": self.image_id}
+        if self.family is not None:
+            metadata["family"] = self.family
+        return metadata
 
 
 def read_refs(path: str | Path) -> list[Ref]:

@@ -156,7 +156,9 @@ def read_given_boxes(path: str | Path) -> dict[str, GivenBoxes]:
     ids: dict[str, list[int]] = {image_id: [] for image_id in size_of}
     for number, (image_id, box, box_id) in enumerate(rows):
         boxes[image_id].append(box)
-        ids[image_id].append(number if text_ids or box_id is None else box_id)
+        if text_ids or box_id is None:
+            box_id = number
+        ids[image_id].append(box_id)
     given_boxes = {}
     for image_id, size in size_of.items():
         corners = np.array(boxes[image_id], dtype=np.float64).reshape(-1, 4)

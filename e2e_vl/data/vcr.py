@@ -164,11 +164,14 @@ def read_detected_objects(path: Path, min_score: float) -> tuple[tuple[int, int]
         )
     rows = [row for row, box in enumerate(content.boxes) if box[4] > min_score]
     names = tuple(content.names[row] for row in rows)
+    attributes = None
+    if objects.attributes is not None:
+        attributes = objects.attributes[rows]
     detected = dataclasses.replace(
         objects,
         boxes=objects.boxes[rows],
         classes=np.array([CLASS_NAMES.index(name) for name in names], dtype=np.int64),
-        attributes=None if objects.attributes is None else objects.attributes[rows],
+        attributes=attributes,
         names=names,
         outlines=[objects.outlines[row] for row in rows],
     )
@@ -317,30 +320,33 @@ class VCRDataset(VLDataset):
         question = self.questions[index // self.per_question]
         conditions_on_each = self.options.condition_on == "each"
         query = [question.question]
-        choices = question.answer_choices
-        label = question.answer_label
-        answer = None  # that the rationales explain
-        if not self._is_answer(index):
-            answer = index % self.per_question if conditions_on_each else question.answer_label
+        if self._is_answer(index):
+            kind = "answer"
+            answer = None
+            choices = question.answer_choices
+            label = question.answer_label
+        else:
+            kind = "rationale"
+            answer = question.answer_label  # that the rationales explain
+            if conditions_on_each:
+                answer = index % self.per_question
             query.append(question.answer_choices[answer])
             choices = question.rationale_choices
-            # rationales are written for the right answer
-            label = question.rationale_label if answer == question.answer_label else None
+            label = None
+            if answer == question.answer_label:  # rationales are written for the right answer
+                label = question.rationale_label
         words: list[str] = []
         for sentence in query:
             words += map(str, sentence)
-        metadata: dict[str, Any] = {
-            "annot_id": question.annot_id,
-            "kind": "answer" if answer is None else "rationale",
-            "conditioned_on": answer,
-        }
+        metadata: dict[str, Any] = {"annot_id": question.annot_id, "kind": kind, "conditioned_on": answer}
         if question.family is not None:
             metadata["family"] = question.family
+        truth = None if label is None else CorrectChoice(label)
         return ChoiceText(
             index,
             " ".join(words),
             metadata,
-            None if label is None else CorrectChoice(label),
+            truth,
             query=tuple(query),
             choices=tuple(choices),
             is_learned=not conditions_on_each,

@@ -119,7 +119,9 @@ class GenomeText(TextRecord, array_like=True):
 
     @property
     def metadata(self) -> dict[str, int]:
-        return {"region_id" if self.answer is None else "qa_id": self.id}
+        if self.answer is None:
+            return {"region_id": self.id}
+        return {"qa_id": self.id}
 
 
 class RegionPhrases(Record, array_like=True):

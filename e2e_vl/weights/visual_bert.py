@@ -250,7 +250,9 @@ def to_transformers(weights: ModelWeights) -> tuple[dict[str, Tensor], list[str]
     state = {}
     for name, value in official.items():
         theirs = replace_module(name, official_to_theirs)
-        state[theirs.removeprefix(TRANSFORMERS_PREFIX) if is_trunk_alone else theirs] = value
+        if is_trunk_alone:
+            theirs = theirs.removeprefix(TRANSFORMERS_PREFIX)
+        state[theirs] = value
     return state, left_out + [f"detector.{name}" for name in weights.detector]
 
 

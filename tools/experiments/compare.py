@@ -239,7 +239,7 @@ def _without_dependents(jobs: Sequence[Job], failed_run: Path) -> list[Job]:
 
 @contextlib.contextmanager
 def stopped_together() -> Iterator[None]:
-    """Context in which a signal to this process also stops the runs that it has started: they save a checkpoint."""
+    """Let a signal to this process also stop the runs that it has started: they save a checkpoint."""
     try:
         yield
     except (KeyboardInterrupt, StoppedRunError):
