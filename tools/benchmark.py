@@ -285,7 +285,8 @@ def describe(result: dict[str, Any]) -> Iterator[str]:
         first_median = next(iter(rows.values()))["median"]
         for name, row in rows.items():
             if "ratio" in row:
-                ratio = "{median:.3f} ({min:.3f} .. {max:.3f})".format(**row["ratio"])
+                ratios = row["ratio"]
+                ratio = f"{ratios['median']:.3f} ({ratios['min']:.3f} .. {ratios['max']:.3f})"
             else:
                 ratio = f"{row['median'] / first_median:.3f}"
             yield (
