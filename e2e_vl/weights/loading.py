@@ -78,21 +78,25 @@ def read_checkpoint_part(path: str | Path, part: Literal["encoder", "task"], rul
     for adapter in rules.adapters:
         if adapter.recognises(tensors):
             weights = adapter.convert(tensors, file)
+            part_tensors = weights.encoder if part == "encoder" else weights.task
             task_name = weights.task_name
             if rules.task_name in weights.compatible_tasks:
                 task_name = rules.task_name
             return CheckpointPart(
-                file, getattr(weights, part), adapter, task_name, weights.transferable, weights.move_background_last
+                file, part_tensors, adapter, task_name, weights.transferable, weights.move_background_last
             )
+
+    # of this project
     task_settings = settings.get("task") or {}
-    name = task_settings.get("name")
-    task_part = TASKS.get(name or rules.task_name)
+    task_name = task_settings.get("name")
+    task_entry = TASKS.get(task_name or rules.task_name)
+    if task_entry is None:  # a task that is not registered here
+        return CheckpointPart(file, tensors, None, task_name, Task.transferable, move_background_last=None)
     move_background_last = None
-    if part == "task" and task_settings and hasattr(getattr(task_part, "config_class", None), "has_background_last"):
-        config = decode(task_settings.get("config", {}), task_part.config_class, "task.config")
+    if part == "task" and task_settings and hasattr(task_entry.config_class, "has_background_last"):
+        config = decode(task_settings.get("config", {}), task_entry.config_class, "task.config")
         move_background_last = config.has_background_last
-    transferable = Task.transferable if task_part is None else task_part.cls.transferable
-    return CheckpointPart(file, tensors, None, name, transferable, move_background_last)
+    return CheckpointPart(file, tensors, None, task_name, task_entry.cls.transferable, move_background_last)
 
 
 def load_encoder(encoder: nn.Module, path: str | Path, rules: InitRules) -> LoadReport:
@@ -195,7 +199,8 @@ def _continue_head(task: Task, source: CheckpointPart) -> LoadReport:
         tensors = tensors | {name: value.roll(step, dims=0) for name, value in class_rows.items()}
         copied = [f"{prefix[:-1]}, background becomes the {position} class" for prefix in rule.region_classes]
     modules = _modules(task.state_dict())
-    unused = [name for name in tensors if name.startswith(rule.target_prefixes) and name.split(".")[0] not in modules]
+    target_names = [name for name in tensors if name.startswith(rule.target_prefixes)]
+    unused = [name for name in target_names if name.split(".")[0] not in modules]
     new = []  # objectives that the other run lacked
     if rule.allows_new_modules:
         new = [f"{name}." for name in modules - _modules(tensors)]
@@ -220,9 +225,11 @@ def _start_from_other(task: Task, source: CheckpointPart, rule: HeadInit) -> Loa
 
     def renamed(start: str, to: str) -> dict[str, Tensor]:
         """Return the parameters with the prefix `start`, which is replaced by `to`."""
-        return {
-            to + name.removeprefix(start): value for name, value in source.tensors.items() if name.startswith(start)
-        }
+        parameters = {}
+        for name, value in source.tensors.items():
+            if name.startswith(start):
+                parameters[to + name.removeprefix(start)] = value
+        return parameters
 
     for start, to in copies.items():
         parameters = renamed(start, to)
@@ -247,7 +254,8 @@ def _start_from_other(task: Task, source: CheckpointPart, rule: HeadInit) -> Loa
                 tensors[name] = select_answer_rows(value, theirs, ours, name)
             count = sum(simplify_answer(answer) in theirs for answer in ours)
             copied.append(f"{start[:-1]} rows of {count} of {len(ours)} answers -> {to[:-1]}")
-    random = [name for name in names if name.startswith(rule.random) and not name.startswith(tuple(copies.values()))]
+    copied_prefixes = tuple(copies.values())
+    random = [name for name in names if name.startswith(rule.random) and not name.startswith(copied_prefixes)]
     report = load_weights(task, tensors, source.path, allow_missing=random, layout=source.layout)
     unread = [name for name in source.tensors if not name.startswith(tuple(read))]
     return dataclasses.replace(report, unexpected=[*report.unexpected, *unread], copied=copied)

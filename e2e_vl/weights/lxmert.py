@@ -143,7 +143,8 @@ def to_official(weights: ModelWeights) -> dict[str, Tensor]:
     """Invert `OfficialLxmert.convert`: return weights with official names, without `module.`."""
     prefix = "" if weights.task_name == PRETRAINING else FINE_TUNED
     official = {f"{prefix}bert.{name}": value for name, value in weights.encoder.items()}
-    official |= rename_head(weights.task, OFFICIAL_HEADS[weights.task_name])[0]
+    head, _ = rename_head(weights.task, OFFICIAL_HEADS[weights.task_name])
+    official |= head
     if "word_head.bias" in weights.task:
         official[DECODER] = weights.encoder[WORD_EMBEDDINGS]
     return official
@@ -241,8 +242,9 @@ class TransformersLxmert(OfficialLxmert):
         config = model.encoder.config
         weights = ModelWeights.of_model(model, task_name)
         modules, fields = _head_for_transformers(weights, config.hidden_size, config.hidden_act)
-        names = PRETRAINING_HEADS if task_name == PRETRAINING else QUESTION_ANSWERING_HEAD
-        head, left_out = rename_head(weights.task, {theirs: ours for theirs, ours in names.items() if ours in modules})
+        all_names = PRETRAINING_HEADS if task_name == PRETRAINING else QUESTION_ANSWERING_HEAD
+        names = {theirs: ours for theirs, ours in all_names.items() if ours in modules}
+        head, left_out = rename_head(weights.task, names)
         prefix = TRUNK if modules else ""
         state = {f"{prefix}{name}": value for name, value in weights.encoder.items()} | head
         fields = shared_fields(config, LxmertConfig) | fields
