@@ -145,10 +145,11 @@ def main(argv: list[str] | None = None) -> int:
 
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
     print("\n".join(describe(result)))
-    output, chart = outer_arguments.output, outer_arguments.chart
+    output = outer_arguments.output
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         write_json(output, result)
+    chart = outer_arguments.chart
     if chart is not None:
         chart.parent.mkdir(parents=True, exist_ok=True)
         draw(result["cases"], f"{arguments.command} on {device_name}", chart)

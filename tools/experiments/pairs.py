@@ -186,8 +186,8 @@ def collect(
         split = config.data.eval_splits[0]
         if cell.task not in table:
             rules = read_baselines(Path(config.data.root), config.data.name, split)
-            best_rule = max((rules[rule] for rule in rules if "/" not in rule), default=None)
-            table[cell.task] = {"split": split, "chance": rules.get(CHANCE), "shortcut": best_rule, "encoders": {}}
+            shortcut = max((rules[rule] for rule in rules if "/" not in rule), default=None)
+            table[cell.task] = {"split": split, "chance": rules.get(CHANCE), "shortcut": shortcut, "encoders": {}}
         variants = table[cell.task]["encoders"].setdefault(cell.encoder, {})
         entry = variants.setdefault(cell.variant, {"seeds": [], "values": [], "minutes": []})
         _, metric = TASKS[cell.task]
