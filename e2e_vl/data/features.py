@@ -347,10 +347,14 @@ def parse_row(line: str) -> RegionFeatures:
     """Parse a row of a TSV file; the number of columns tells the format. ValueError if the row is damaged."""
     cells = line.split("\t")
     is_lxmert = len(cells) > len(TSV_COLUMNS["tsv"])
-    names = TSV_COLUMNS["lxmert" if is_lxmert else "tsv"]
-    row = dict(zip(names, cells, strict=True))
+    if is_lxmert:
+        columns = TSV_COLUMNS["lxmert"]
+        prefix = "img"
+    else:
+        columns = TSV_COLUMNS["tsv"]
+        prefix = "image"
+    row = dict(zip(columns, cells, strict=True))
     num_boxes = _whole_number(row["num_boxes"])
-    prefix = "img" if is_lxmert else "image"
     predicted = {}
     if is_lxmert:
         for name, field in LXMERT_FIELDS.items():

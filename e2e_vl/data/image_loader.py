@@ -571,10 +571,11 @@ class ImageLoader:
             features = np.zeros_like(features)
             if image_feature is not None:
                 image_feature = np.zeros_like(image_feature)
+        name = str(image.file) if isinstance(image.file, Path) else candidates.origin
         return LoadedImage(
             pixels=np.broadcast_to(np.uint8(0), (*image_transform.size, 3)),  # has a shape but takes no memory
             image_transform=image_transform,
-            name=str(image.file) if isinstance(image.file, Path) else candidates.origin,
+            name=name,
             boxes=image_transform.transform_and_clamp_boxes(candidates.boxes, candidates.origin),
             class_probs=candidates.class_probs,
             features=features,
