@@ -105,6 +105,14 @@ def test_every_image_of_a_text_is_cut_on_its_own(regions):
     assert torch.equal(without.features, gathered.features) and gathered.attention_mask.sum() == 10
 
 
+def test_boxes_return_to_the_pixels_of_their_own_images(regions):
+    gathered = gather_regions(regions, SIZES, torch.tensor([[0, 2]]))
+    scales = torch.tensor([[2.0, 4.0], [1.0, 1.0], [0.5, 0.25]])  # resized by original, of width and height
+    assert gathered.boxes[0, 3].tolist() == [2, 1, 7, 6]
+    assert gathered.original_boxes(scales)[0, 3].tolist() == [4, 4, 14, 24]
+    assert gathered.original_boxes(scales)[0, 1].tolist() == [0, 0.25, 2.5, 1.5]
+
+
 # Moving a batch
 
 

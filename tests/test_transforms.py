@@ -10,11 +10,18 @@ from e2e_vl.transforms import ImageTransform, LoadedImage
 TWICE = ImageTransform(original_size=(40, 50), size=(80, 100))
 SAME = ImageTransform(original_size=(40, 50), size=(40, 50))
 MIRRORED = ImageTransform(original_size=(40, 50), size=(80, 100), flipped=True)
+STRETCHED = ImageTransform(original_size=(40, 50), size=(80, 150))
 
 
 def test_boxes_are_scaled_and_flipped_on_the_last_pixel():
     np.testing.assert_array_equal(TWICE.transform_boxes(np.array([[1, 2, 11, 22.5]])), [[2, 4, 22, 45]])
     np.testing.assert_array_equal(MIRRORED.transform_boxes(np.array([[1, 2, 11, 22.5]])), [[99 - 22, 4, 99 - 2, 45]])
+
+
+def test_width_and_height_have_scales_of_their_own():
+    boxes = np.array([[1, 2, 11, 22.5]])
+    np.testing.assert_array_equal(STRETCHED.transform_boxes(boxes), [[3, 4, 33, 45]])
+    np.testing.assert_array_equal(STRETCHED.transform_objects(boxes), [[3, 4, 33, 45]])
 
 
 @pytest.mark.parametrize(

@@ -448,6 +448,8 @@ def test_features_that_were_detected_come_by_falling_score(store):
     np.testing.assert_array_equal(whole.boxes, BOXES[[1, 2, 0]])
     np.testing.assert_array_equal(whole.features, np.eye(3)[[1, 2, 0]])
     assert whole.image_feature is None
+    np.testing.assert_array_equal(boxes.predictions.scores, SCORES[[1, 2]])
+    np.testing.assert_array_equal(whole.predictions.scores, SCORES[[1, 2, 0]])
 
 
 @pytest.mark.parametrize("columns", [{"scores": None}, {"box_ids": np.array([5, 6, 7])}])

@@ -236,17 +236,6 @@ def test_grid_of_anchors_has_fixed_stride_and_offset():
     assert centres.tolist() == [[8, 8], [24, 8], [40, 8], [8, 24], [24, 24], [40, 24]]
 
 
-def test_anchors_beyond_the_border_are_ignored_if_asked(images: ImageBatch, targets: DetectionTargets):
-    model = make({"MODEL.RPN.BOUNDARY_THRESH": 0})
-    output = model.proposal_generator(model.features(images))
-    labels, _ = model.proposal_generator.label_anchors(output.anchors, targets.boxes, SIZES)
-    height, width = SIZES[1]
-    outside = (output.anchors[:, :2] < 0).any(1) | (output.anchors[:, 2] >= width) | (output.anchors[:, 3] >= height)
-    assert outside.any()
-    assert (labels[1][outside] == -1).all()
-    assert (labels[1][~outside] >= 0).any()
-
-
 def test_diverged_training_is_an_error_and_evaluation_drops_what_is_not_finite(
     images: ImageBatch, targets: DetectionTargets
 ):

@@ -118,6 +118,36 @@ def test_proposals_are_labelled_by_the_thresholds_of_the_settings(settings, fore
     assert sorted(row for row, is_object in zip(rows, is_foreground, strict=True) if not is_object) == background
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_annotated_boxes_join_the_proposals(training):
+    heads = make_detector("basic").roi_heads.train(training)
+    sampled = heads.label_and_sample([BOXES[3:]], TARGETS)
+    assert sampled.boxes[0].tolist() == [BOXES[0].tolist(), BOXES[3].tolist()]
+    assert sampled.classes[0].tolist() == [1, heads.num_classes] and sampled.foreground == [1]
+
+
+def test_the_box_loss_reads_the_deltas_of_the_annotated_class():
+    heads = make_detector("basic", **NOT_APPENDED).roi_heads
+    sampled = heads.label_and_sample([BOXES[1:2]], TARGETS)
+    features = torch.ones(1, heads.box_predictor.cls_score.in_features)
+    heads.losses(features, sampled, TARGETS)["loss_box_reg"].total.backward()
+    gradients = heads.box_predictor.bbox_pred.bias.grad.unflatten(0, (-1, 4))
+    assert gradients.any(dim=1).nonzero().flatten().tolist() == [1]
+
+
+def test_detections_are_clipped_to_their_image():
+    heads = make_detector("basic").roi_heads
+    sizes = [(20, 100), (90, 30)]  # height, width
+    proposals = [torch.tensor([[-5.0, -5, 120, 120]])] * 2
+    logits = torch.zeros(2, heads.num_classes + 1)
+    logits[:, 0] = 9
+    detections = heads.detect(logits, torch.zeros(2, 4 * heads.num_classes), proposals, sizes)
+    best = [rows[0].tolist() for rows in detections.boxes]
+    assert best == [[0, 0, 100, 20], [0, 0, 30, 90]]
+    assert [int(rows[0]) for rows in detections.classes] == [0, 0]
+    assert [int(rows[0]) for rows in detections.proposal_index] == [0, 0]
+
+
 def test_the_box_loss_has_a_weight_of_its_own():
     losses = []
     for weight in (1.0, 3.0):

@@ -1,4 +1,4 @@
-"""RoIAlign against torchvision's, forward and backward; levels without RoIs. Which level: tests/parity."""
+"""RoIAlign against torchvision's, forward and backward; which level; levels without RoIs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,16 @@ import torch
 from torchvision.ops import roi_align
 
 from detector.config import DetectorConfig, flatten
-from detector.roi_pooler import RoIPooler, align_rois, to_rois
+from detector.roi_pooler import RoIPooler, align_rois, assign_levels, to_rois
 from tests.detector import published
+
+
+@pytest.mark.parametrize("rule", ["detectron2", "torchvision"])
+def test_a_box_of_224_pixels_is_pooled_from_level_4(rule):
+    sides = torch.tensor([0.0, 30, 111, 112, 223, 224, 447, 448, 896, 5000])
+    boxes = torch.stack([torch.zeros_like(sides), torch.zeros_like(sides), 2 * sides, sides / 2], dim=1)
+    assert assign_levels(boxes, 2, 5, rule).tolist() == [2, 2, 2, 3, 3, 4, 4, 5, 5, 5]
+    assert assign_levels(boxes, 3, 4, rule).tolist() == [3, 3, 3, 3, 3, 4, 4, 4, 4, 4]
 
 
 def test_levels_without_rois_get_a_gradient_of_zero():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import shutil
@@ -19,7 +20,7 @@ from detector.config import DetectorConfig, SelectionRule
 from detector.errors import UserError
 from detector.faster_rcnn import FasterRCNN
 from detector.images import ResizeRule, load_resized, make_image_batch, normalise_images, resize_boxes
-from detector.structures import ImageBatch
+from detector.structures import ImageBatch, RoIFeatures
 from e2e_vl.config import ExtractionConfig
 from e2e_vl.config_files import save_config
 from e2e_vl.data.features import RegionFeatures, open_features
@@ -32,6 +33,7 @@ from e2e_vl.extraction.regions import (
     InputImage,
     LoadedDetector,
     RegionExtractor,
+    _Proposals,
     detector_of_run,
     extract_image,
     open_detector,
@@ -121,8 +123,48 @@ def test_features_of_the_proposal_with_a_refined_box(source, input_of):
         assert np.abs(all_features - row).max(axis=1).min() < 1e-4
 
 
+def test_maxconf_suppresses_boxes_in_pixels_of_the_original_image(source):
+    """Widths are x2 - x1 + 1 there: boxes of one pixel beside each other overlap by a third."""
+    boxes = torch.tensor([[0.0, 0, 10, 10], [10, 0, 20, 10], [40, 40, 60, 60]])  # of an image that was enlarged tenfold
+    vectors = torch.zeros(3, 1)
+    proposals = _Proposals(
+        boxes, RoIFeatures(vectors, vectors), torch.tensor([[0.9], [0.8], [0.7]]), boxes[:, None].clone()
+    )
+    extractor = RegionExtractor(source.detector, ExtractionConfig("maxconf", SelectionRule(0.5, 0, 9), "proposal"))
+    for original_size, rows in (((7, 9), [0, 2]), ((70, 90), [0, 1, 2])):
+        image = InputImage("0", "0.png", np.zeros((70, 90, 3), dtype=np.uint8), original_size)
+        selected = extractor._select(proposals, image)
+        assert selected.boxes.tolist() == boxes[rows].tolist()
+        assert selected.scores.tolist() == pytest.approx(proposals.probs[rows, 0].tolist())
+
+
+def test_attributes_are_of_the_background_where_it_wins(source, input_of):
+    detector = copy.deepcopy(source.detector)
+    predictor = detector.roi_heads.box_predictor
+    torch.nn.init.constant_(predictor.cls_score.bias[-1:], 1000.0)
+    torch.nn.init.normal_(predictor.cls_embedding.weight, std=9.0)
+    settings = ExtractionConfig("maxconf", SelectionRule(0.0, 3, 8), "proposal", attributes=True)
+    [regions] = RegionExtractor(detector, settings)([input_of("0")])
+    background = torch.full((len(regions),), predictor.num_classes)
+    with torch.no_grad():
+        logits = predictor.attributes(torch.from_numpy(regions.features), background)[:, :-1]
+    assert np.allclose(regions.predictions.attribute_scores, logits.softmax(dim=1).max(dim=1).values, atol=1e-5)
+
+
 def by_score(detector: FasterRCNN, image: InputImage, rule: SelectionRule) -> RegionFeatures:
     return RegionExtractor(detector, ExtractionConfig("score", rule))([image])[0]
+
+
+def test_the_score_rule_keeps_one_detection_of_a_place(source):
+    """Two classes of one box are two detections of the detector, and one region."""
+    boxes = torch.tensor([[0.0, 0, 30, 30], [40, 40, 60, 60]])
+    vectors = torch.zeros(2, 1)
+    probs = torch.tensor([[0.6, 0.3], [0.1, 0.5]])
+    proposals = _Proposals(boxes, RoIFeatures(vectors, vectors), probs, boxes[:, None].repeat(1, 2, 1))
+    image = InputImage("0", "0.png", np.zeros((70, 90, 3), dtype=np.uint8), (70, 90))
+    extractor = RegionExtractor(source.detector, ExtractionConfig("score", SelectionRule(0.0, 0, 9)))
+    selected = extractor._select(proposals, image)
+    assert selected.boxes.tolist() == boxes.tolist() and selected.classes.tolist() == [0, 1]
 
 
 def test_the_score_rule(source, input_of):

@@ -11,6 +11,7 @@ from e2e_vl.metrics.flickr30k import (
     correct_candidates,
     first_hit,
     phrase_metrics,
+    recalls,
     write_submission,
 )
 
@@ -30,6 +31,13 @@ def test_any_box_of_a_phrase_may_be_hit_and_boxes_are_not_merged():
 def test_ranks():
     assert first_hit([0.5, 0.5], [False, True]) == 1, "of equal scores the first is taken first"
     assert first_hit([0.1], [False]) is None and first_hit([], []) is None
+
+
+def test_recall_at_k_counts_the_first_k_candidates():
+    """Ranks count from 0, so the fifth candidate has rank 4."""
+    assert recalls([0, 1, 4, 5, 9, 10, None, None]) == {"R@1": 1 / 8, "R@5": 3 / 8, "R@10": 5 / 8, "upper_bound": 6 / 8}
+    metrics = phrase_metrics([prediction(ranks=[0, 4], phrase_types=[["people"], ["people"]])])
+    assert (metrics["accuracy"], metrics["recall_5"], metrics["accuracy_by_type/people"]) == (0.5, 1, 0.5)
 
 
 def test_phrases_with_several_types_count_for_each():

@@ -17,6 +17,13 @@ def test_answers_that_all_agree_are_compared_as_they_are():
     assert answer_accuracy("2.", ["two"] * 9 + ["three"]) == 1
 
 
+def test_each_answer_is_judged_by_the_others():
+    """One to four people of ten: 0.3, 0.6, 0.9 and 1, because an answer is no match of itself."""
+    others = list("bcdefghijk")
+    scores = [answer_accuracy("yes", ["yes"] * people + others[people:]) for people in range(5)]
+    assert scores == pytest.approx([0, 0.3, 0.6, 0.9, 1])
+
+
 def test_soft_scores_count_raw_strings_unless_told():
     answers = ["2"] * 3 + ["Two"] + ["three"] * 6
     assert soft_scores(answers) == {"2": 0.9, "Two": 0.3, "three": 1.0}

@@ -29,6 +29,7 @@ from detector.io import read_json, write_json
 from e2e_vl.config import RunConfig
 from e2e_vl.config_files import load_config
 from e2e_vl.io import CHECKSUMS, find_checksum_mismatch, read_log, write_checksums
+from e2e_vl.run import checkpoint
 from e2e_vl.run import evaluate as evaluation
 from e2e_vl.run import train as training
 from e2e_vl.run.build import build_examples
@@ -42,14 +43,14 @@ from tests.run.runs import ROOT, assert_same_run, logged, lose_newest
 from tests.weights.starts import replaced
 
 # Dropout, sampled RoIs, flips, batch statistics and a worker: all that draws random numbers or keeps a state.
-# 12 images in batches of 4 are 3 steps an epoch, so the checkpoint of step 4 lies inside the second epoch, and
-# inside a logging interval.
+# 12 images in batches of 4, each in two micro-batches, are 3 steps an epoch, so the checkpoint of step 4 lies inside
+# the second epoch, and inside a logging interval.
 SETTINGS = (
     "data={texts_per_image: null, flip: 0.5, workers: 1}",
     "encoder.config.hidden_dropout_prob=0.1",
     "task.config={loss: binary, dropout: 0.1}",
     "detector.overrides.MODEL.RESNETS.NORM=BN",
-    "train={max_steps: 8, save_every_epochs: 1.3333333, log_every: 3, trackers: []}",
+    "train={max_steps: 8, save_every_epochs: 1.3333333, log_every: 3, trackers: [], gradient_accumulation_steps: 2}",
     "eval={every_epochs: 1.3333333, boxes: [gt], max_images: 3, report_pictures: 0}",
 )
 
@@ -234,6 +235,16 @@ def test_the_official_optimisers_go_on_exactly(tiny_config, tmp_path, settings, 
     assert rates == pytest.approx([config.train.lr * factor for factor in factors])
 
 
+def test_a_checkpoint_replaces_older_and_later_ones(tmp_path, monkeypatch):
+    """Later ones were passed over as damaged; if they stayed, the newest good one would be removed."""
+    monkeypatch.setattr(checkpoint, "save_model", lambda *_: None)
+    for step in (2, 3, 8):
+        write_json(tmp_path / "checkpoints" / f"step_{step}" / checkpoint.POSITION_FILE, {"step": step})
+    folder, model = tmp_path / "checkpoints" / "step_4", torch.nn.Linear(1, 1)
+    checkpoint.save_state(make_accelerator("no"), folder, None, model, None, position={"step": 4}, keep=2)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_3", "step_4"]
+
+
 # What a run resumes from
 
 
@@ -333,7 +344,7 @@ def test_other_settings_are_used_and_logged(stopped, caplog):
     [
         ("detector.overrides.MODEL.RESNETS.NORM=GN", "NORM: BN -> GN"),
         ("detector.freeze=true", "parameter group"),
-        ("train.images_per_batch=3", "train.images_per_batch changed"),
+        ("train.images_per_batch=6", "train.images_per_batch changed"),
         ("seed=2", "seed changed"),
     ],
 )

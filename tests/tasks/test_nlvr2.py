@@ -14,7 +14,7 @@ from e2e_vl.data.batching import random_generator
 from e2e_vl.samples import CorrectChoice, Question, Sample, SampleImage, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, TaskOutput
 from e2e_vl.tasks.config import NLVR2Config
-from e2e_vl.tasks.nlvr2 import NLVR2Targets, NLVR2Task
+from e2e_vl.tasks.nlvr2 import NLVR2Targets, NLVR2Task, nlvr2_scores
 from e2e_vl.text import TextTokenizer
 from tests.tasks.batches import make_batch, output_of
 from tests.tasks.preprocessors import decoded, photo
@@ -66,6 +66,12 @@ def test_predictions_and_metrics():
     assert [name for name, _ in task.ranked(second)] == ["False", "True"]
     described = task.describe(msgspec.structs.replace(first, family="both"))
     assert (described.answer, described.truth, described.group) == ("True", "True", "both")
+
+
+def test_a_sentence_is_consistent_if_it_is_right_for_all_its_images():
+    labels = {"dev-1-0-0": "True", "dev-1-1-0": "False", "dev-1-0-1": "False", "dev-2-0-0": "True"}
+    predictions = labels | {"dev-1-1-0": "True"}
+    assert nlvr2_scores(labels, predictions) == {"accuracy": 3 / 4, "consistency": 2 / 3}
 
 
 def test_logits_decide_where_their_shares_are_equal():
