@@ -33,6 +33,7 @@ from e2e_vl.config_files import differences
 from e2e_vl.io import file_name, read_log, read_text
 from e2e_vl.metrics import baselines
 from e2e_vl.predictions import Prediction, read_predictions, with_target
+from e2e_vl.registry import Config
 from e2e_vl.run.evaluate import find_sure_threshold, mark_unsure
 from e2e_vl.run.metric_names import MetricName, Metrics, metrics_from_json
 from e2e_vl.run.optim import preview
@@ -153,15 +154,24 @@ def list_changed_settings(config: RunConfig) -> list[str]:
     defaults = msgspec.to_builtins(
         RunConfig(
             output="",
-            encoder=EncoderConfig(config.encoder.name),
-            task=TaskConfig(config.task.name),
-            data=DataConfig(config.data.name, root=""),
+            encoder=EncoderConfig(config.encoder.name, config.encoder.config),
+            task=TaskConfig(config.task.name, config.task.config),
+            data=DataConfig(config.data.name, root="", config=config.data.config),
         )
     )
+    for section in ("encoder", "task", "data"):
+        defaults[section]["config"] = _list_defaults(getattr(config, section).config)
     defaults["detector"]["overrides"] = decode_yaml(DetectorConfig.from_yaml({}).to_yaml(), "detector")
     settings = msgspec.to_builtins(config)
     settings["detector"]["overrides"] = merge(defaults["detector"]["overrides"], settings["detector"]["overrides"])
     return differences(defaults, settings)
+
+
+def _list_defaults(settings: Config) -> dict[str, Any]:
+    """Return the defaults of a group of settings; a required field has none, and is left out."""
+    required = [field.name for field in msgspec.structs.fields(settings) if field.required]
+    defaults = type(settings)(**{name: getattr(settings, name) for name in required})
+    return {name: value for name, value in msgspec.to_builtins(defaults).items() if name not in required}
 
 
 # Tables with a column per box source.

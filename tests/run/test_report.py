@@ -17,10 +17,11 @@ from matplotlib.axes import Axes
 
 from detector.io import write_json
 from e2e_vl.cli.main import main
-from e2e_vl.config import BoxSource, EvalConfig, RunConfig
+from e2e_vl.config import BoxSource, EvalConfig, RunConfig, TaskConfig
 from e2e_vl.config_files import load_config, save_config
 from e2e_vl.io import RunLog
 from e2e_vl.predictions import GroundedPhrase, Prediction
+from e2e_vl.registry import TASKS, Config, Entry
 from e2e_vl.run import report as reports
 from e2e_vl.run.metric_names import name_metrics
 from e2e_vl.run.report import (
@@ -31,6 +32,7 @@ from e2e_vl.run.report import (
     describe,
     draw_curves,
     draw_samples,
+    list_changed_settings,
     typed_command,
     write_report,
 )
@@ -302,6 +304,20 @@ def test_the_report_of_a_run_is_one_self_contained_page(trained_run):
         assert f"{trained_run.metrics['val/accuracy_' + name.replace(' ', '_')]:.3f} with {name}" in words
     assert f" {len(records):,} {' '.join(counts)} " in words, "texts, and wrong answers with each source"
     assert "task.config.loss: binary -> softmax" in words
+
+
+class RequiredConfig(Config, frozen=True):
+    """The settings of a task, one of which has no default."""
+
+    margin: float
+    dropout: float = 0.1
+
+
+def test_a_setting_without_a_default_always_counts_as_changed(tmp_path, monkeypatch):
+    monkeypatch.setitem(TASKS, "margin", Entry(RequiredConfig, FakeTask))
+    config = msgspec.structs.replace(settings(tmp_path), task=TaskConfig("margin", {"margin": 0.5}))
+    changed = [line for line in list_changed_settings(config) if line.startswith("task")]
+    assert changed == ["task.config.margin: None -> 0.5"]
 
 
 def test_texts_are_escaped(run):
