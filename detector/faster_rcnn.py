@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from detector.backbones.base import Block, blocks_to_compile, recompute_activations
+from detector.backbones.base import Block, blocks_to_compile, check_maps, recompute_activations
 from detector.boxes import are_valid, check_boxes, prepend, whole_image_boxes
 from detector.config import BACKBONES, DetectorConfig
 from detector.errors import UserError
@@ -278,7 +278,9 @@ class FasterRCNN(TwoStageDetector):
     def features(self, images: ImageBatch) -> FeatureMaps:
         """Return the maps of the padded batch that `BackboneSpec.maps` names; h, w = H, W / stride."""
         pixels = pad_to_multiple(images.pixels, self.config.size_divisibility)
-        return self.backbone(pixels.contiguous(memory_format=torch.channels_last))
+        maps = self.backbone(pixels.contiguous(memory_format=torch.channels_last))
+        check_maps(maps, self.config.map_shapes, pixels, self.config.backbone)
+        return maps
 
 
 def pad_to_multiple(pixels: Float[Tensor, "N 3 _H _W"], multiple: int) -> Float[Tensor, "N 3 _H _W"]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
+from detector.config import MapShape
 from detector.errors import UserError
 from detector.structures import FeatureMaps
 
@@ -40,6 +41,32 @@ class Backbone(nn.Module, abc.ABC):
     @abc.abstractmethod
     def freeze_stages(self, count: int) -> None:
         """Freeze the first `count` stages (MODEL.BACKBONE.FREEZE_AT), see `freeze`; the constructor calls this."""
+
+
+def check_maps(maps: FeatureMaps, shapes: dict[str, MapShape], pixels: Float[Tensor, "N 3 H W"], name: str) -> None:
+    """Raise a UserError if the maps of a padded batch do not have the channels and strides that the spec states.
+
+    The number of cells may be rounded up or down. A program that is compiled or exported contains no check.
+
+    Args:
+        name: MODEL.BACKBONE.NAME.
+    """
+    if torch.compiler.is_compiling():
+        return
+    height, width = pixels.shape[-2:]
+    for map_name, (channels, stride) in shapes.items():
+        if map_name not in maps:
+            raise UserError(
+                f"MODEL.BACKBONE.NAME {name}: its spec states a map {map_name}, but its maps are {', '.join(maps)}."
+            )
+        actual_channels, rows, columns = maps[map_name].shape[-3:]
+        is_stride = abs(rows * stride - height) < stride and abs(columns * stride - width) < stride
+        if actual_channels != channels or not is_stride:
+            raise UserError(
+                f"MODEL.BACKBONE.NAME {name}: the map {map_name} has {rows} x {columns} cells of {actual_channels} "
+                f"channels for an input of {height} x {width} pixels, but its spec says stride {stride} and {channels} "
+                "channels."
+            )
 
 
 def blocks_of(module: nn.Module) -> list[Block]:

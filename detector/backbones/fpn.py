@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from typing_extensions import override
 
-from detector.backbones.base import Backbone
+from detector.backbones.base import Backbone, check_maps
 from detector.backbones.layers import ConvNorm
 from detector.backbones.resnet import ResNet
 from detector.config import DetectorConfig, MapShape
@@ -30,6 +30,8 @@ class FPN(Backbone):
         self.out_features = tuple(config.map_shapes)  # one level more than `in_features`
         self.levels = self.out_features[:-1]  # those with a lateral convolution
         self.bottom_up = bottom_up
+        self.bottom_up_maps = {name: bottom_up_maps[name] for name in self.in_features}
+        self.backbone_name = config.backbone
         width = config.fpn.out_channels
         norm = config.fpn.norm
         for level, name in zip(self.levels, self.in_features, strict=True):
@@ -48,6 +50,7 @@ class FPN(Backbone):
     def forward(self, pixels: Float[Tensor, "N 3 H W"]) -> FeatureMaps:
         """Return all levels, finest first. H and W must be multiples of the stride of the last input map."""
         bottom_up = self.bottom_up(pixels)
+        check_maps(bottom_up, self.bottom_up_maps, pixels, self.backbone_name)
         maps = {}
         x = None
         for level, name in reversed(list(zip(self.levels, self.in_features, strict=True))):

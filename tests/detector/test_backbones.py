@@ -14,12 +14,14 @@ from torch._subclasses import FakeTensorMode
 from torchvision.ops.misc import FrozenBatchNorm2d
 
 from detector.backbones.base import blocks_to_compile, recompute_activations
-from detector.backbones.fpn import ResNetFPN
+from detector.backbones.fpn import FPN, ResNetFPN
 from detector.backbones.layers import AffineCache, ConvNorm, SyncBatchNorm, freeze, make_norm
 from detector.backbones.resnet import Res5, ResNet
-from detector.config import DetectorConfig, ResNetConfig, flatten
+from detector.config import BACKBONES, BackboneEntry, DetectorConfig, MapShape, ResNetConfig, ResNetSpec, flatten
 from detector.errors import UserError
+from detector.faster_rcnn import FasterRCNN
 from detector.roi_pooler import align_rois
+from detector.structures import ImageBatch
 from tests.detector import published
 
 TINY = ResNetConfig(depth=18, norm="BN", width_per_group=4, stem_out_channels=8, res2_out_channels=16, freeze_at=0)
@@ -306,3 +308,39 @@ def test_levels_may_be_averaged():
     torch.testing.assert_close(maps["p5"], model.fpn_output5(top))
     larger = top.repeat_interleave(2, dim=2).repeat_interleave(2, dim=3)
     torch.testing.assert_close(maps["p4"], model.fpn_output4((model.fpn_lateral4(below["res4"]) + larger) / 2))
+
+
+class StatedSpec(ResNetSpec):
+    """States what it is given of res4."""
+
+    def __init__(self, **stated: MapShape) -> None:
+        self.stated = stated
+
+    def maps(self, config: DetectorConfig) -> dict[str, MapShape]:
+        return super().maps(config) | self.stated
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ({"res4": MapShape(64, 8)}, "res4 has 8 x 8 cells of 64 channels for an input of 128 x 128 .*says stride 8"),
+        ({"res4": MapShape(65, 16)}, "res4 has 8 x 8 cells of 64 channels .* its spec says stride 16 and 65 channels"),
+        ({"res5": MapShape(64, 32)}, "its spec states a map res5, but its maps are res4"),
+    ],
+)
+def test_maps_that_differ_from_the_spec_are_an_error(monkeypatch, stated: dict[str, MapShape], message: str):
+    config = DetectorConfig(resnet=tiny(depth=50))
+    entry = BackboneEntry(StatedSpec(**stated), ResNet)
+    monkeypatch.setitem(BACKBONES, config.backbone, entry)
+    images = ImageBatch(torch.zeros(1, 3, 128, 128), torch.tensor([[128, 128]]), torch.tensor([[128, 128]]), ["image"])
+    with pytest.raises(UserError, match=f"MODEL.BACKBONE.NAME {config.backbone}: .*{message}"):
+        FasterRCNN(config).features(images)
+
+
+def test_maps_below_a_pyramid_are_compared_before_it_reads_them():
+    config = DetectorConfig.from_flat(flatten(published.FPN_TREE))
+    shapes = config.resnet.shapes
+    for wrong in (MapShape(shapes["res3"].channels + 1, 8), MapShape(shapes["res3"].channels, 4)):
+        model = FPN(config, ResNet(config), shapes | {"res3": wrong})
+        with pytest.raises(UserError, match="the map res3 has 8 x 12 cells"):
+            model(torch.zeros(1, 3, 64, 96))
