@@ -50,8 +50,9 @@ class VLDataset(abc.ABC):
     # where the image ids come from, such as "vg"; None: from COCO if the file names do. See `e2e_vl/data/overlap.py`
     id_namespace: ClassVar[str | None] = None
     groups: Sequence[Sequence[int]]  # text indices of each image (or pair of images)
-    # for each of the joined splits, the placeholder values for its box files in `data.files`, such as {"split": "val"}
-    split_values: Sequence[Mapping[str, str]]
+    # for each of the joined splits, the placeholder values for its box files in `data.files`, such as {"split": "val"};
+    # by default, there is one split, whose box files have no placeholders
+    split_values: Sequence[Mapping[str, str]] = ({},)
     class_names: Sequence[str] | None = None  # in the order of the detector's classes; None if there are no classes
     corpus: Sequence[str] | None = None  # texts without images, for pre-training
     has_phrases: bool = False  # some texts have annotated phrases (`SampleText.phrases`)

@@ -258,6 +258,11 @@ def open_boxes_of(dataset: VLDataset, settings: DataConfig, boxes: BoxSource) ->
         return None
     data_files, _ = open_options(type(dataset), settings)
     files = [data_files.path(key, **values) for values in dataset.split_values]
+    if any("{split}" in data_files.name(key, **values) for values in dataset.split_values):
+        raise UserError(
+            f"data.files.{key}: {type(dataset).__name__} does not say what {{split}} stands for; set its split_values, "
+            "or name one file for all splits."
+        )
     with_features = boxes is BoxSource.PRECOMPUTED
     limit = settings.boxes.max_precomputed if with_features else None
     readers = {}

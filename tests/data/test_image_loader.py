@@ -27,7 +27,7 @@ from e2e_vl.data.image_loader import (
 from e2e_vl.data.refcoco import RefCOCODataset
 from e2e_vl.samples import AnnotatedObjects, BrokenImageError, CandidateBoxes, ImageBytes, ImageKey, SampleImage
 from e2e_vl.transforms import ImageTransform, LoadedImage
-from tests.data.helpers import DOUBLE, SAME, make_loader, open_dataset, refused, write_json
+from tests.data.helpers import DOUBLE, SAME, make_loader, open_dataset, refused, with_files, write_json
 from tests.data.tiny_refcoco import DETECTIONS_7, GT_7, detection
 
 ALL = SelectionRule(min_score=0.0, min_regions=0, max_regions=100)
@@ -163,6 +163,16 @@ def test_detections_in_other_units(tiny, caplog):
     tiny.write()
     with refused("dets.json", "normalised", "pixels"):
         open_boxes_of(dataset, files, BoxSource.DETECTIONS)
+
+
+def test_a_data_set_without_split_values_reads_one_file_for_all_splits(tiny):
+    dataset = open_dataset(RefCOCODataset, tiny.settings, "train", "detections")
+    del dataset.split_values
+    reader = open_boxes_of(dataset, tiny.settings, BoxSource.DETECTIONS)
+    assert reader.files == [tiny.detections_file] and "7" in reader
+    by_split = with_files(tiny.settings, detections="dets_{split}.json")
+    with refused("data.files.detections", "RefCOCODataset", "split_values"):
+        open_boxes_of(dataset, by_split, BoxSource.DETECTIONS)
 
 
 def test_boxes_to_mask_move_with_the_image(photo):

@@ -25,7 +25,6 @@ class PairDataset(VLDataset):
         self.images_root = files.path("images")
         self.instances = CocoInstances(files.path("instances", split=split))
         self.class_names = self.instances.class_names
-        self.split_values = [{}]
         ids = [image.id for image in self.instances.images]
         self.pairs = list(zip(ids, [*ids[1:], ids[0]], strict=True))
         self.groups = [[2 * number, 2 * number + 1] for number in range(len(self.pairs))]
