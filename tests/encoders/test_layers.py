@@ -12,10 +12,12 @@ from e2e_vl.encoders.layers import (
     RelativeGeometryBias,
     SequenceLayout,
     geometry_embedding,
+    region_word_alignment,
     relative_geometry,
     same_image_mask,
     sinusoids,
 )
+from tests.encoders.small import name_regions, one_text, regions_of_images
 from tests.regions import regions_of_own_images
 
 
@@ -52,6 +54,16 @@ def test_relative_geometry_of_two_boxes_and_of_padding():
     relative = relative_geometry(padding, torch.ones(1, 3, 2))
     relative.sum().backward()
     assert relative.isfinite().all() and padding.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("whole_image", [True, False])
+def test_words_refer_to_candidate_boxes_of_the_first_image(whole_image):
+    regions = regions_of_images((0, 1), whole_image=whole_image)
+    assert (regions.row == 0).sum() == 2, "both images have a first candidate box"
+    texts = name_regions(one_text(), [[0]])
+    [row, word] = region_word_alignment(texts, regions, torch.float32)[0].nonzero().T.tolist()
+    assert row == [int(whole_image)] and texts.region_of_token[0, word].tolist() == [0]
+    assert regions.image_slot[0, row].tolist() == [0]
 
 
 def geometry_bias(num_layers: int, num_heads: int, width: int = 16) -> RelativeGeometryBias:

@@ -75,6 +75,15 @@ def test_the_loss_is_the_divergence_from_equal_shares_per_sentence():
     assert grad[0, 2].any() and grad[1, 2].any() and not grad[0, 3].any() and not grad[:, :2].any()  # last wordpieces
 
 
+def test_the_loss_is_divided_by_sentences_with_phrases_or_by_phrases():
+    """A sentence that only has phrases of another kind is none of this task's."""
+    spans = [SPANS[0], np.zeros((0, 2), dtype=np.int64)]
+    for kind, count in (("text", 1), ("phrase", 2)):
+        batch = sentences([FIRST[0], SECOND[0]], [], spans=spans)
+        batch.targets.has_target = torch.tensor([True, False])
+        assert run(make_task(loss_per=kind), batch).task.losses["flickr30k"].count == count
+
+
 def test_several_heads_are_averaged():
     for heads in (1, 3):
         task = make_task(num_heads=heads)
