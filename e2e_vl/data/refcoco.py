@@ -253,9 +253,10 @@ class NounPhrases:
         """Return all phrases of an expression about an image."""
         file = self.sentences / f"{image_id}.txt"
         if self._image_id != image_id:
-            # the first one of equal sentences counts
-            self._sentences = {sentence.words: sentence for sentence in reversed(read_sentences(file))}
+            sentences = read_sentences(file)
             self._annotated = read_annotation(self.annotations / f"{file.stem}.xml")
+            # the first one of equal sentences counts
+            self._sentences = {sentence.words: sentence for sentence in reversed(sentences)}
             self._image_id = image_id
         if words not in self._sentences:
             raise UserError(f"{file}: no line has the expression '{words}'; use the phrases of the same expressions.")
