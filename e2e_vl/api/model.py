@@ -107,11 +107,11 @@ class TrainedModel(
         self._device = choose_device(device)
         self.network = network.to(self._device).eval()
         self._metrics = dict(metrics or {})
-        named_metrics = metrics_from_json(self._metrics)
+        self._named_metrics = metrics_from_json(self._metrics)
         self._sure_thresholds = {}
         self._loaders = {}
         for boxes in (BoxSource.ONLINE, BoxSource.GT):
-            self._sure_thresholds[boxes] = find_sure_threshold(named_metrics, config.data.eval_splits, boxes)
+            self._sure_thresholds[boxes] = find_sure_threshold(self._named_metrics, config.data.eval_splits, boxes)
             self._loaders[boxes] = build_loader(config, network, None, boxes)
         self._dataset = DATASETS[config.data.name].cls
         self._options = config.data.config
@@ -175,7 +175,7 @@ class TrainedModel(
     def _scores(self) -> dict[MetricName, float]:
         """Return the run's metrics that measure the model."""
         scores = {}
-        for name, value in metrics_from_json(self._metrics).items():
+        for name, value in self._named_metrics.items():
             if isinstance(value, float) and name.measures_model:
                 scores[name] = value
         return scores

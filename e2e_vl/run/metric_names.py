@@ -13,6 +13,8 @@ from e2e_vl.registry import check_name
 COUNTS = ("count", "unreadable_images")
 LOSS = "loss"  # the weighted sum of task and phrase losses, without detection losses; lower is better
 SURE_THRESHOLD = "sure_threshold"  # answers of a lower certainty are unsure; None: all are
+CEILING = "ceiling"  # the highest possible accuracy with the candidate boxes
+_NO_RESULTS = (*COUNTS, baselines.METRIC, SURE_THRESHOLD)  # metrics that do not say how good the answers are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +59,8 @@ class MetricName:
 
     @property
     def measures_model(self) -> bool:
-        """Whether it is neither a count, nor a bound that the data set, nor the threshold of sure answers."""
-        return self.metric not in (*COUNTS, "ceiling", baselines.METRIC, SURE_THRESHOLD)
+        """Whether it says how good the answers are: no count, shortcut or threshold, and no upper bound."""
+        return self.metric not in (*_NO_RESULTS, CEILING)
 
     @property
     def is_constant(self) -> bool:
@@ -66,8 +68,8 @@ class MetricName:
 
         It is a count, a shortcut, the upper bound for given boxes, or the threshold of sure answers.
         """
-        is_given = self.metric == "ceiling" and self.source is not BoxSource.ONLINE
-        return is_given or self.metric in (*COUNTS, baselines.METRIC, SURE_THRESHOLD)
+        is_fixed_ceiling = self.metric == CEILING and self.source is not BoxSource.ONLINE
+        return is_fixed_ceiling or self.metric in _NO_RESULTS
 
 
 Metrics: TypeAlias = dict[MetricName, Any]  # values are floats; None: it could not be measured
