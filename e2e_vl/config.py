@@ -261,9 +261,8 @@ class TrainConfig(Config, frozen=True):
     # a metric such as val/accuracy_predicted_boxes (higher is better) or a loss such as val/loss_predicted_boxes (lower
     # is better): the best model is kept in best/
     metric_for_best_model: str | None = None
-    patience: PositiveInt | None = (
-        None  # stop after this many evaluations in which metric_for_best_model did not improve
-    )
+    # stop after this many evaluations in which metric_for_best_model did not improve
+    patience: PositiveInt | None = None
 
     @property
     def micro_batch_size(self) -> int:
@@ -271,7 +270,7 @@ class TrainConfig(Config, frozen=True):
         return self.images_per_batch // self.gradient_accumulation_steps
 
     def __post_init__(self) -> None:
-        share, decays = self.warmup_ratio, self.milestones
+        ratio = self.warmup_ratio
         falls = self.schedule in ("linear", "triangle")
         steps = self.gradient_accumulation_steps
         per_step = f"images_per_batch {self.images_per_batch} must be a multiple of gradient_accumulation_steps {steps}"
@@ -288,14 +287,14 @@ class TrainConfig(Config, frozen=True):
                 self.decay_bn_scales and self.decay_norm_and_bias,
                 "decay_bn_scales needs decay_norm_and_bias=false, or all norms decay anyway",
             ),
-            (share is not None and self.warmup_steps > 0, "set one of warmup_steps and warmup_ratio"),
+            (ratio is not None and self.warmup_steps > 0, "set one of warmup_steps and warmup_ratio"),
             (
-                share is not None and share < 0 and not (share == -1 and falls),
-                f"warmup_ratio is {share}; it must be from 0 to 1, or -1 with schedule linear or triangle",
+                ratio is not None and ratio < 0 and not (ratio == -1 and falls),
+                f"warmup_ratio is {ratio}; it must be from 0 to 1, or -1 with schedule linear or triangle",
             ),
             (
-                (self.schedule == "steps") != bool(decays) or decays != sorted(set(decays)),
-                f"milestones is {decays}; it must rise with schedule=steps, and be empty with the others",
+                (self.schedule == "steps") != bool(self.milestones) or self.milestones != sorted(set(self.milestones)),
+                f"milestones is {self.milestones}; it must rise with schedule=steps, and be empty with the others",
             ),
             (
                 self.schedule_fraction[0] >= self.schedule_fraction[1],

@@ -336,7 +336,8 @@ def gather_regions(
     first = int(whole_image)  # candidate boxes begin at this row
     device = regions.features[0].device
     counts = torch.tensor([len(boxes) for boxes in regions.boxes])
-    all_features, all_boxes = torch.cat(regions.features), torch.cat(regions.boxes)
+    all_features = torch.cat(regions.features)
+    all_boxes = torch.cat(regions.boxes)
 
     # all indices are computed on the CPU, and moved together
     position = torch.arange(max(counts.tolist(), default=0) or 1)

@@ -458,7 +458,8 @@ def plan_detector(arguments: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
             for name, detector in detectors.items()
         }
         features = [call() for call in calls.values()]
-        ours, theirs = features[0], features[-1]
+        ours = features[0]
+        theirs = features[-1]  # of the built-in detector again, if there is no other one
         difference = max(difference, ((ours - theirs).abs().max() / theirs.abs().max()).item())
         plan[f"features of {count} boxes"] = {name: (call, 1) for name, call in calls.items()}
 

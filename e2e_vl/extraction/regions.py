@@ -308,7 +308,9 @@ def open_detector(
         load_checkpoint(detector, weights)
         warning = ""
     resize = resize or ResizeRule(settings.input.min_size_test, settings.input.max_size_test, rounding)
-    return LoadedDetector(detector, resize, backend, weights, seed, names_of_attributes, warning)
+    return LoadedDetector(
+        detector, resize, backend, weights, seed, attribute_names=names_of_attributes, warning=warning
+    )
 
 
 def find_detector(

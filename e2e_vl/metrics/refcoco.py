@@ -168,9 +168,7 @@ def referring_metrics(
         for family in families:
             right[family].append((is_right, is_reachable))
         found_some.append(prediction.box is not None)
-        if f1_overlap == "generalized_iou":
-            is_right = _generalized_hit(prediction)
-        f1_hits.append(is_right)
+        f1_hits.append(_generalized_hit(prediction) if f1_overlap == "generalized_iou" else is_right)
         iou = 0.0
         if prediction.box is not None:
             iou = area_iou([prediction.box], prediction.targets or ())

@@ -281,7 +281,8 @@ def build_detector(
 
 def build_encoder(config: RunConfig, vocab_size: int, feature_dim: int) -> Encoder:
     """Build the encoder with random weights."""
-    model_class, settings = ENCODERS[config.encoder.name].cls, msgspec.structs.asdict(config.encoder.config)
+    model_class = ENCODERS[config.encoder.name].cls
+    settings = msgspec.structs.asdict(config.encoder.config)
     return model_class(model_class.config_class(vocab_size=vocab_size, feature_dim=feature_dim, **settings))
 
 
@@ -471,9 +472,10 @@ def build_loader(
     *,
     training: bool = False,
 ) -> ImageLoader:
-    """Return what loads a run's images and their boxes; in evaluation, nothing is random.
+    """Return the loader of a run's images and their boxes; in evaluation, nothing is random.
 
-    `dataset`: whose box files are opened; None: boxes come with each sample or from the detector.
+    Args:
+        dataset: the data set that the box files belong to; None: boxes come with each sample or from the detector.
     """
     data = config.data
     sizes = data.resize.short_edge if training else data.resize.short_edge[-1:]

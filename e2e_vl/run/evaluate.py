@@ -65,8 +65,11 @@ class LossSums:
 
     def metrics(self, config: RunConfig) -> dict[str, float]:
         """Return the metric `LOSS`, the weighted sum of the means; empty if no loss has items."""
-        means, weights = self.means(), phrase_weights(config)
-        return {LOSS: sum(weights.get(name, 1.0) * mean for name, mean in sorted(means.items()))} if means else {}
+        means = self.means()
+        if not means:
+            return {}
+        weights = phrase_weights(config)
+        return {LOSS: sum(weights.get(name, 1.0) * mean for name, mean in sorted(means.items()))}
 
 
 @dataclasses.dataclass
@@ -96,8 +99,10 @@ class InterruptedEvaluationError(Exception):
 def compute_metrics(task: Task, predictions: Sequence[Prediction]) -> dict[str, Any]:
     """Return the task's metrics over the texts with a target, and the phrase metrics over all texts."""
     judged = with_target(predictions)
-    has_only_phrases = bool(predictions) and not judged
-    return ({} if has_only_phrases else task.metrics(judged)) | grounding_metrics(predictions)
+    metrics: dict[str, Any] = {}
+    if judged or not predictions:  # otherwise the texts only have phrases
+        metrics |= task.metrics(judged)
+    return metrics | grounding_metrics(predictions)
 
 
 def sureness_metrics(task: Task, predictions: Sequence[Prediction]) -> dict[str, float | None]:
@@ -384,7 +389,8 @@ def predict_split(
         The metrics by their names in files (no accuracy without labels), and whether this is the main process.
     """
     check_output(output)
-    boxes, overrides = BoxSource(boxes), overrides or []
+    boxes = BoxSource(boxes)
+    overrides = overrides or []
     loaded = [load_model(run_dir, overrides=overrides)]
     config, model, _ = loaded[0]
     task = model.task
