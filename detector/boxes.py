@@ -256,7 +256,7 @@ def nms_per_image(
     is_usable: Bool[Tensor, " J"] | None = None,
     jointly: bool | None = None,
 ) -> list[Int64[Tensor, " _kept"]]:
-    """Suppress non-maxima among the boxes of one image and group; groups are feature maps or classes.
+    """Apply non-maximum suppression to the boxes of each image and group; groups are feature maps or classes.
 
     On a GPU, one call serves all images (of up to `MAX_JOINT_NMS` boxes together, because its memory grows with their
     square), so the host waits twice and not twice per image. The boxes of each image and group are moved apart, in

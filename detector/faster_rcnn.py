@@ -62,7 +62,7 @@ class TwoStageDetector(Detector):
         """Compute feature maps of the normalised batch, padded further where the backbone needs it."""
 
     def run_rpn(self, features: FeatureMaps) -> Any:
-        """Run the region proposal network, which judges every anchor."""
+        """Return the output of the region proposal network for every anchor."""
         return self.proposal_generator(features)
 
     def propose(self, rpn_output: Any, sizes: ImageSizes) -> ImageBoxes:
@@ -125,7 +125,7 @@ class TwoStageDetector(Detector):
         roi_masks: list[Float[Tensor, "_R S S"]] | None = None,
         whole_image: bool = False,
     ) -> Regions:
-        """Do what `Detector.forward` says.
+        """Detect boxes, or take the given ones, and describe them; see `Detector.forward`.
 
         The score and class of a RoI sampled in training belong to its best foreground class; a whole-image row has
         score 1 and class K (background). The `mean` of each loss is Detectron2's value, weights included.

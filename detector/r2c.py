@@ -152,7 +152,7 @@ class R2CNetwork(Detector):
         whole_image: bool = False,
         box_classes: list[Int64[Tensor, " _R"]] | None = None,
     ) -> Regions:
-        """Describe boxes as `Detector.forward` says. Without `roi_masks`, all masks are 1.
+        """Describe given boxes, see `Detector.forward`. Without `roi_masks`, all masks are 1.
 
         The feature of the whole image is pooled from the box [0, 0, width, height], but, as in every detector, the
         returned box is [0, 0, width - 1, height - 1].

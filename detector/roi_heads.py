@@ -213,7 +213,7 @@ class ROIHeads(nn.Module, abc.ABC):
     def _describe(
         self, maps: LevelMaps, rois: Float[Tensor, "J 5"], masks: Float[Tensor, "masks rows columns"] | None
     ) -> RoIFeatures:
-        """Do as `describe` without chunks, from the maps of IN_FEATURES."""
+        """Compute the features of RoIs, all at once, from the maps of IN_FEATURES; see `describe`."""
 
     def describe(
         self,

@@ -276,7 +276,7 @@ def truncate_batch(batch: Batch, limit: int, *, whole_image: bool) -> Batch:
         text_length, region_count = truncated_lengths(length, sum(region_counts), limit)
         text_lengths.append(text_length)
         while sum(region_counts) > region_count:
-            # the last of equal ones
+            # of images with equally many regions the last one
             fullest = max(range(len(region_counts)), key=lambda slot: (region_counts[slot], slot))
             region_counts[fullest] -= 1
         limits.append([max(count - whole_image, 0) for count in region_counts])

@@ -190,7 +190,7 @@ class SplitReader:
         """Read a split.
 
         Args:
-            class_names: that the detector learns from the training split; None: it learns none.
+            class_names: the classes that the detector learns from the training split; None: it learns none.
         """
         from e2e_vl.run.build import open_split  # late: imports torch and transformers
 

@@ -218,7 +218,7 @@ class VisualBertEncoder(Encoder):
         output_attentions: bool = False,
         intermediate_layer: int | None = None,
     ) -> EncoderOutput:
-        """Encode as `Encoder.forward` says.
+        """Encode texts with their regions, see `Encoder.forward`.
 
         The summary is the state at `texts.summary`, or else the pooled state of [CLS].
         """
@@ -235,7 +235,7 @@ class VisualBertEncoder(Encoder):
         biases: Sequence[Float[Tensor, "M heads Z Z"]] = (),
         intermediate_layer: int | None = None,
     ) -> EncoderOutput:
-        """Do as `forward`, from the packed input of the layers and the biases of their attention logits."""
+        """Compute the output of `forward` from the packed input of the layers and the biases of their attention."""
         length = texts.attention_mask.shape[1]
         layers = self.encoder["layer"]
         options = (layout.attention_mask, output_attentions, biases, intermediate_layer)

@@ -221,7 +221,7 @@ class Trainer:
         self.schedule = build_schedule(optimizer, settings, self.total_steps, steps_done=updates)
 
     def _restore(self, position: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint's position; a UserError if the images would come in another order."""
+        """Restore the position of a checkpoint; raise a UserError if the images would come in another order."""
         changed = [name for name, value in self.order.items() if position["order"].get(name, value) != value]
         if changed:
             raise UserError(

@@ -223,7 +223,7 @@ class TransformersVisualBert(OfficialVisualBert):
     def export(self, model: VisionLanguageModel, task_name: str, path: Path) -> list[str]:
         """Write a folder's `model.safetensors` and `config.json`.
 
-        For a task without a head in transformers, only the trunk (`VisualBertModel`) is written. Who loads the file
+        For a task without a head in transformers, only the trunk (`VisualBertModel`) is written. A user of the file
         must pass `visual_token_type_ids` according to `region_types` (transformers' default is 1) and, with
         `with_box_coordinates`, features with the box coordinates appended.
 
