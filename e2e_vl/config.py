@@ -76,7 +76,7 @@ class BoxSource(enum.StrEnum):
 class SyntheticDataConfig(Config, frozen=True):
     """Generate a data set in the official formats before the run, if it does not exist."""
 
-    scenes: dict[str, NonNegativeInt] = {}  # split -> number of scenes; empty = no synthetic data
+    scenes: dict[str, NonNegativeInt] | None = {}  # split -> number of scenes; empty or None = no synthetic data
     seed: NonNegativeInt = 0
     # folders to write beside `images`, such as captions (see e2e_vl/synthetic/generate.py); None = all
     formats: list[str] | None = None

@@ -40,6 +40,7 @@ from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.evaluate import make_loader
 from e2e_vl.run.launch import make_accelerator
 from e2e_vl.run.report import Picture, data_uri, encode_picture, render, typed_command
+from e2e_vl.structures import AttentionGraph
 from e2e_vl.terminal import lasting_output
 
 
@@ -111,6 +112,19 @@ class AnalysisArguments:
         return self.output or self.run / RESULTS_FOLDER / file_name(f"{self.split}_{self.boxes}")
 
 
+def require_attention_maps(run: Path, config: RunConfig, graphs: Mapping[str, AttentionGraph]) -> None:
+    """Raise a UserError if a run's encoder has no attention maps between words and regions that were read."""
+    reason = None
+    if config.data.blank_text:
+        reason = "its texts are blank (data.blank_text)"
+    elif config.data.blank_image:
+        reason = "its images are blank (data.blank_image)"
+    elif not graphs:
+        reason = f"the encoder {config.encoder.name} returns no attention maps (`attention_graphs` is empty)"
+    if reason is not None:
+        raise UserError(f"{run}: cannot analyze this run, because {reason}; use another run.")
+
+
 @lasting_output()
 def analyze_attention(args: AnalysisArguments) -> tuple[AnalysisResults, Path | None]:
     """Measure all heads of a trained run on a split and write tables, figures, pictures and a page.
@@ -122,10 +136,7 @@ def analyze_attention(args: AnalysisArguments) -> tuple[AnalysisResults, Path | 
     run_overrides, data_overrides = split_overrides(args.overrides, has_data=args.data is not None)
     config, model, tokenizer = load_model(args.run, overrides=run_overrides)
     graphs = model.encoder.attention_graphs
-    if config.data.blank_text or config.data.blank_image or not graphs:
-        raise UserError(
-            f"{args.run}: cannot analyze a run with blank text, a blank image or no attention maps; use another run."
-        )
+    require_attention_maps(args.run, config, graphs)
     if args.data is not None:
         config = replace_data(config, args.data, data_overrides)
     if args.boxes is BoxSource.ONLINE:

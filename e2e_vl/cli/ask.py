@@ -88,7 +88,10 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
             continue
         if len(questions) > 1:
             print(f"{question.image}: {question.text}")
-        print(*answer.marked_lines, *(f"phrase {phrase.line}" for phrase in answer.phrases), sep="\n")
+        for line in answer.marked_lines:
+            print(line)
+        for phrase in answer.phrases:
+            print(f"phrase {phrase.line}")
         for warning in answer.warnings:
             print(f"warning: {warning}")
         if args.output is not None:

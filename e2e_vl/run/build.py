@@ -34,7 +34,7 @@ from e2e_vl.encoders.base import Encoder
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.registry import DATASETS, DETECTORS, ENCODERS, TASKS, Config
 from e2e_vl.structures import Ability, Batch
-from e2e_vl.synthetic.generate import make_scenes
+from e2e_vl.synthetic.generate import OtherFilesError, make_scenes
 from e2e_vl.tasks.base import Sizes, Task
 from e2e_vl.tasks.phrase_head import PhraseHead
 from e2e_vl.text import TextTokenizer, build_vocabulary, load_tokenizer
@@ -326,17 +326,24 @@ def make_synthetic_data(config: RunConfig) -> None:
     synthetic = config.data.synthetic
     if not synthetic.scenes:
         return
-    make_scenes(
-        user_path(config.data.root, "data.root"),
-        scenes=synthetic.scenes,
-        seed=synthetic.seed,
-        config=synthetic.config.scene,
-        language=synthetic.config.language,
-        formats=synthetic.formats,
-        workers=max(config.data.workers, os.cpu_count() or 1)
-        if config.data.workers
-        else 0,  # no other process of the run is busy
-    )
+    workers = 0
+    if config.data.workers:  # no other process of the run is busy
+        workers = max(config.data.workers, os.cpu_count() or 1)
+    try:
+        make_scenes(
+            user_path(config.data.root, "data.root"),
+            scenes=synthetic.scenes,
+            seed=synthetic.seed,
+            config=synthetic.config.scene,
+            language=synthetic.config.language,
+            formats=synthetic.formats,
+            workers=workers,
+        )
+    except OtherFilesError as error:
+        raise UserError(
+            f"data.root {config.data.root} has files that were not drawn here; choose another data.root, or set "
+            "data.synthetic.scenes to null for data of your own."
+        ) from error
 
 
 def build_tokenizer(config: RunConfig, *, writes: bool = True) -> PreTrainedTokenizerBase:

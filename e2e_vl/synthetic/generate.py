@@ -83,6 +83,10 @@ _MAX_CHUNK = 16  # scenes per task of a process
 _IMAGE_OPTIONS = {"jpg": [cv2.IMWRITE_JPEG_QUALITY, 95], "png": [cv2.IMWRITE_PNG_COMPRESSION, 3]}
 
 
+class OtherFilesError(UserError):
+    """The folder to draw into has files that were not drawn."""
+
+
 def make_scenes(
     output: Path,
     *,
@@ -190,7 +194,7 @@ def _finished_stamp(output: Path, start: dict[str, Any]) -> dict[str, Any] | Non
         return None
     is_finished = (output / STAMP).exists()
     if not is_finished and not (output / _UNFINISHED).exists():
-        raise UserError(f"{output} is not empty and was not written by this tool: choose another output folder")
+        raise OtherFilesError(f"{output} is not empty and was not written by this tool: choose another output folder")
     stamp = read_json(output / (STAMP if is_finished else _UNFINISHED), dict[str, Any])
     earlier = {"version": stamp["version"], **stamp["settings"]}
     now = {"version": start["version"], **start["settings"]}

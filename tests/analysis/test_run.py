@@ -24,9 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from detector.errors import UserError
 from e2e_vl.analysis.collect import CONFIDENCE, ENTITIES, LARGEST, RELATIONS, make_inputs
 from e2e_vl.analysis.options import AnalysisConfig
-from e2e_vl.analysis.run import AnalysisArguments, caption_examples, replace_data
+from e2e_vl.analysis.run import AnalysisArguments, caption_examples, replace_data, require_attention_maps
 from e2e_vl.cli.analyze_attention import main
 from e2e_vl.config import BoxSource, EncoderConfig, RunConfig
 from e2e_vl.config_files import load_config, save_config
@@ -385,3 +386,13 @@ def test_a_run_of_another_task_measures_the_same_phrases(run_of, tmp_path):
     assert entities["examples"] > 0 and all(0 < share < 1 for heads in entities["attention"] for share in heads)
     for rule in (LARGEST, "chance"):
         assert entities["baselines"][rule] == pytest.approx(first[ENTITIES]["baselines"][rule])
+
+
+def test_a_run_without_attention_maps_says_why(run):
+    config = load_config(run / "model" / "config.yaml")
+    with pytest.raises(UserError, match="the encoder visual_bert returns no attention maps"):
+        require_attention_maps(run, config, {})
+    for setting in ("blank_text", "blank_image"):
+        blank = msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, **{setting: True}))
+        with pytest.raises(UserError, match=rf"blank \(data.{setting}\)"):
+            require_attention_maps(run, blank, {})

@@ -18,6 +18,7 @@ from e2e_vl.config_files import save_config
 from e2e_vl.data.batching import Request, collate
 from e2e_vl.run.build import build_examples
 from e2e_vl.run.checkpoint import load_model
+from e2e_vl.tasks.refcoco import ReferringTask
 from tests.cli.calls import ask, corners, data_root, first_image, is_picture, refused, tagged
 from tests.run.runs import predictions_of
 from tests.same import assert_same
@@ -151,6 +152,13 @@ def test_the_phrases_of_a_sentence_get_the_boxes_of_the_evaluation(run_of, answe
     rows = [record["phrases"].index(phrase) for phrase in answer["phrases"]]
     np.testing.assert_allclose(answer["boxes"], [record["boxes"][row] for row in rows], atol=0.5)
     np.testing.assert_allclose(answer["scores"], [record["scores"][row] for row in rows], atol=1e-3)
+
+
+def test_a_task_without_answer_lines_prints_no_empty_line(trained_run, monkeypatch, capsys):
+    monkeypatch.setattr(ReferringTask, "answer_lines", lambda self, prediction: [])
+    capsys.readouterr()
+    assert tool.main(ask(trained_run.path, first_image(trained_run.path), "the circle", "--boxes", "5,5,40,50")) == 0
+    assert "" not in capsys.readouterr().out.splitlines()
 
 
 def test_a_file_of_questions_has_paths_and_addresses(trained_run, tmp_path, capsys):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
+from detector.errors import UserError
 from e2e_vl.api.model import load
 from e2e_vl.config import ResizeConfig, RunConfig, SyntheticDataConfig
 from e2e_vl.config_files import load_config, read_detector_config, save_config
@@ -170,6 +171,15 @@ def test_missing_inputs_are_named_before_anything_is_drawn(tmp_path, word, named
     unset = replaced(config, data={"synthetic": SyntheticDataConfig()})
     with pytest.raises(FileNotFoundError, match=r"data.root .*drawn: no such folder"):
         build_run(unset)
+
+
+def test_data_of_ones_own_is_not_mixed_with_drawn_scenes(tmp_path):
+    (tmp_path / "photo.jpg").write_bytes(b"")
+    config = tiny("refcoco", tmp_path, tmp_path / "run")
+    with pytest.raises(UserError, match=r"data.root .* has files that were not drawn here.* data.synthetic.scenes to"):
+        make_synthetic_data(config)
+    make_synthetic_data(tiny("refcoco", tmp_path, tmp_path / "run", "data.synthetic.scenes=null"))
+    assert [path.name for path in tmp_path.iterdir()] == ["photo.jpg"]
 
 
 # Starting weights of the detector
