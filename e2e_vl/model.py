@@ -65,7 +65,7 @@ class VisionLanguageModel(nn.Module):
         self.encoder.recompute_activations()
 
     def train(self, mode: bool = True) -> VisionLanguageModel:
-        """As in `nn.Module`; batch norms of a frozen detector, and the teacher, stay in evaluation mode."""
+        """Set the mode as `nn.Module` does; batch norms of a frozen detector, and the teacher, stay in evaluation."""
         super().train(mode)
         if self.teacher is not None:
             self.teacher.eval()

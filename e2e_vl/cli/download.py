@@ -157,7 +157,7 @@ def fetch(name: str, file: PublishedFile, data: Path) -> None:
 
 @contextlib.contextmanager
 def waiting_for_lock(path: Path, name: str) -> Iterator[None]:
-    """Context that only one process is in: two would write to one partial file, and a wrong file would result."""
+    """Let one process at a time into a context: two would write to one partial file, and a wrong file would result."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
     try:
@@ -172,7 +172,7 @@ def waiting_for_lock(path: Path, name: str) -> Iterator[None]:
 
 
 def fetch_locked(name: str, file: PublishedFile, data: Path, download: Path) -> None:
-    """Do the work of `fetch`, in a context that only one process is in."""
+    """Do the work of `fetch` while no other process does it."""
     if download.exists():  # saved by hand, or complete when an earlier call was stopped
         reason = file_difference(download, file.checksum, file.size)
         if reason:

@@ -42,8 +42,8 @@ from e2e_vl.data.tables import SkippedRecords
 from e2e_vl.io import files_in, require_unique
 from e2e_vl.samples import BoxPredictions
 
-# Columns with R rows, and their dtypes: those that every image has, those of `BoxPredictions`, and the others
-COLUMNS = {"boxes": np.float32, "features": np.float32}
+# Columns with R rows, and their dtypes; the predicted ones are the fields of `BoxPredictions`
+REQUIRED_COLUMNS = {"boxes": np.float32, "features": np.float32}
 PREDICTED_COLUMNS = {
     "scores": np.float32,
     "classes": np.int64,
@@ -51,6 +51,7 @@ PREDICTED_COLUMNS = {
     "attribute_scores": np.float32,
 }
 OPTIONAL_COLUMNS = {**PREDICTED_COLUMNS, "box_ids": np.int64}
+COLUMNS = {**REQUIRED_COLUMNS, **OPTIONAL_COLUMNS}
 ROUNDING = 1e-3  # by which a probability may exceed [0, 1] (half precision)
 STAMP_NAME = "stamp.json"
 STAMP_KEY = b"__stamp__"  # in an LMDB file
@@ -102,7 +103,7 @@ class RegionFeatures:
     ) -> RegionFeatures:
         """Make the record of an image from the columns of a file; they are converted to their dtypes."""
         converted = {}
-        for name, dtype in {**COLUMNS, **OPTIONAL_COLUMNS}.items():
+        for name, dtype in COLUMNS.items():
             if name in columns:
                 converted[name] = columns[name].astype(dtype, copy=False)
         if image_feature is not None:
@@ -187,7 +188,7 @@ def save_npz(file: Path | BinaryIO, record: RegionFeatures, stamp: dict[str, Any
 def load_npz(file: Path | BinaryIO, where: str | None = None) -> RegionFeatures:
     """Read regions written by `save_npz`; `where` names the file in error messages."""
     with reading(where or file, Exception), np.load(file, allow_pickle=False) as arrays:  # damage raises many types
-        columns = {name: arrays[name] for name in (*COLUMNS, *OPTIONAL_COLUMNS) if name in arrays}
+        columns = {name: arrays[name] for name in COLUMNS if name in arrays}
         image_feature = arrays.get("image_feature")
         image_id = str(arrays["image_id"])
         image_size = tuple(arrays["image_size"].tolist())
@@ -394,7 +395,7 @@ class Hdf5Store(FeatureStore):
             self.starts = file["starts"][:].astype(np.int64)
             self.sizes = file["image_sizes"][:].astype(np.int64)
             self.stamp = json.loads(file.attrs["stamp"]) if "stamp" in file.attrs else None
-            names = [name for name in (*COLUMNS, *OPTIONAL_COLUMNS) if name in file]
+            names = [name for name in COLUMNS if name in file]
             counts = {name: len(file[name]) for name in names}
             digest = file.attrs.get("index_sha256")
         self.rows = {image_id: row for row, image_id in enumerate(ids)}
@@ -440,7 +441,7 @@ class Hdf5Store(FeatureStore):
         row = self.rows[image_id]
         rows = slice(self.starts[row], self.starts[row + 1])
         with reading(f"{self.path}: image {image_id}", OSError, KeyError, ValueError, TypeError, RuntimeError):
-            columns = {name: file[name][rows] for name in (*COLUMNS, *OPTIONAL_COLUMNS) if name in file}
+            columns = {name: file[name][rows] for name in COLUMNS if name in file}
             image_feature = file["image_feature"][row] if "image_feature" in file else None
             image_size = tuple(self.sizes[row].tolist())
             return RegionFeatures.from_columns(image_id, image_size, columns, image_feature)

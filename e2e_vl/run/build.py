@@ -425,14 +425,14 @@ def make_examples(
 
 
 def max_text_length(model: VisionLanguageModel) -> int | None:
-    """Wordpieces of the longest text that a model can read; None: no limit, or it truncates texts by itself."""
+    """Return the most wordpieces of a text that a model can read; None: no limit, or it truncates texts by itself."""
     masking = model.task.region_masking
     truncates = masking is not None and masking.config.max_length is not None
     return None if truncates else model.encoder.max_text_length
 
 
 def open_split(config: RunConfig, split: str, boxes: BoxSource, *, training: bool) -> VLDataset:
-    """Open the data set of a split; checks that box source, detector and files match."""
+    """Open the data set of a split, and check that box source, detector and files match."""
     if (boxes is BoxSource.PRECOMPUTED) != (config.detector.backend == "precomputed"):
         raise UserError(
             f"The box source is {boxes} and detector.backend is {config.detector.backend}; with precomputed features "

@@ -137,7 +137,7 @@ class LossesOnly(nn.Module):
         self.model = model
 
     def forward(self, batch: Batch) -> tuple[dict[str, Loss], dict[str, Loss]]:
-        """Task losses (including those of phrases) and detection losses, unweighted."""
+        """Return the losses of the task (with those of phrases) and of detection, unweighted."""
         output = self.model(batch)
         return output.task_losses, output.regions.losses
 
