@@ -242,6 +242,8 @@ class TrainConfig(Config, frozen=True):
     gamma: PositiveFloat = 0.1  # schedule "steps": factor per decay
     max_grad_norm: PositiveFloat | None = 1.0  # maximum norm of all gradients together
     max_grad_norm_per_tensor: PositiveFloat | None = None  # bert_adam: maximum norm per parameter (VisualBERT: 1.0)
+    # an exponential moving average of the weights with this decay, such as 0.999, is evaluated and saved; None = off
+    ema_decay: Annotated[float, Meta(gt=0, lt=1)] | None = None
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     # whether GPUs may round the inputs of float32 convolutions and matrix products to TF32 (10 bits); None = torch's
     # default: of convolutions only

@@ -2,7 +2,7 @@
 
 step_00001000/
   model/          config.yaml, detector/, encoder/, task/, phrases/ (optional), tokenizer/; see `load_model`
-  state/          weights, optimiser and RNG states of every process (Accelerate)
+  state/          weights, optimiser and RNG states of every process (Accelerate); with train.ema_decay the average too
   step.json       position in the run
   checksums.json  of all these files; damaged checkpoints are skipped on resume
 
@@ -26,6 +26,7 @@ import torch
 from accelerate import Accelerator
 from msgspec.structs import replace
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -40,10 +41,13 @@ from e2e_vl.io import POSITION_FILE, find_checksum_mismatch, find_model_folder, 
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.registry import TASKS, Config
 from e2e_vl.run.build import build_model
+from e2e_vl.run.ema import WeightAverage
 from e2e_vl.run.launch import on_main
 from e2e_vl.text import load_tokenizer
 
 logger = logging.getLogger(__name__)
+
+AVERAGE_FILE = "state/average.safetensors"  # of a `WeightAverage`
 START_SETTINGS = (  # settings that a trained model does not use
     "detector.config",
     "detector.weights",
@@ -183,6 +187,7 @@ def save_state(
     model: VisionLanguageModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
+    average: WeightAverage,
     position: dict[str, Any],
     keep: int,
 ) -> None:
@@ -191,6 +196,7 @@ def save_state(
     Checkpoints of later steps (skipped as damaged on resume) are removed too.
 
     Args:
+        average: of the weights of the model, for `model/`; `state/` has the raw weights.
         position: `step` and other JSON values; `load_state` returns them.
     """
     bad = [name for name, value in model.named_parameters() if not value.isfinite().all()]
@@ -205,7 +211,11 @@ def save_state(
             accelerator.save_state(str(part / "state"))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            save_model(part / "model", config, model, tokenizer)
+            if average.decay is not None:
+                with translate_full_disk(part):
+                    save_weights(average.state_dict(), part / AVERAGE_FILE)
+            with average.applied():
+                save_model(part / "model", config, model, tokenizer)
             write_json(part / POSITION_FILE, {**position, "processes": accelerator.num_processes})
             write_checksums(part)
     if accelerator.is_main_process:
@@ -232,6 +242,13 @@ def load_state(accelerator: Accelerator, optimizer: torch.optim.Optimizer, folde
     for group, current in zip(optimizer.param_groups, options, strict=True):
         group.update(current)
     return read_json(folder / POSITION_FILE)
+
+
+def load_average(average: WeightAverage, folder: Path) -> None:
+    """Restore the average of the weights; in a checkpoint without one it begins with the weights of that step."""
+    path = folder / AVERAGE_FILE
+    if average.decay is not None and path.is_file():
+        average.load_state_dict(load_file(path))
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:

@@ -39,6 +39,7 @@ from e2e_vl.io import RunLog, refuse_to_overwrite, replace_nan
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run import checkpoint as checkpoints
 from e2e_vl.run.build import Run, build_run, resolve_config
+from e2e_vl.run.ema import WeightAverage
 from e2e_vl.run.evaluate import Evaluator, InterruptedEvaluationError, phrase_weights
 from e2e_vl.run.guards import FiniteCheck, StopSignals, check_images, run_lock, warn_of_shared_images
 from e2e_vl.run.launch import make_accelerator, on_main
@@ -149,6 +150,7 @@ class Trainer:
         step: completed optimiser steps.
         images_seen: images in these steps, over all processes.
         skipped_steps: steps without an update, because gradients overflowed in fp16; the schedule ignores them.
+        average: the weights that are evaluated and saved, see `train.ema_decay`.
         loss_sums: sum and count of each logged value since the last line of the log.
         seconds_training: without evaluations and checkpoints.
     """
@@ -216,6 +218,9 @@ class Trainer:
         self.saved_step = 0  # of the newest checkpoint
         if checkpoint is not None:
             self._restore(checkpoints.load_state(accelerator, optimizer, checkpoint))
+        self.average = WeightAverage(run.model, settings.ema_decay)
+        if checkpoint is not None:
+            checkpoints.load_average(self.average, checkpoint)
         self.total_steps = settings.max_steps or math.ceil(settings.epochs * self.steps_per_epoch)
         updates = self.step - self.skipped_steps
         self.schedule = build_schedule(optimizer, settings, self.total_steps, steps_done=updates)
@@ -378,6 +383,7 @@ class Trainer:
             values["skipped_steps"] = float(not is_finite)
         if is_finite:
             self.schedule.step()
+            self.average.update()
         else:
             del values["grad_norm"]
             self.skipped_steps += 1
@@ -408,14 +414,15 @@ class Trainer:
         """
         self.stop.at_once = self.saved_step == self.step
         try:
-            metrics = Evaluator(self.config, self.accelerator, self.stop.received).evaluate_splits(
-                self.built,
-                max_images=max_images,
-                output=self.output if final else None,
-                show=lambda predictions, name: track_pictures(
-                    self.accelerator, self.built.model.task, predictions, name, self.step
-                ),
-            )
+            with self.average.applied():
+                metrics = Evaluator(self.config, self.accelerator, self.stop.received).evaluate_splits(
+                    self.built,
+                    max_images=max_images,
+                    output=self.output if final else None,
+                    show=lambda predictions, name: track_pictures(
+                        self.accelerator, self.built.model.task, predictions, name, self.step
+                    ),
+                )
         except InterruptedEvaluationError as interrupted:
             self.stop_run(interrupted.signal_number)
         self.stop.at_once = False
@@ -426,7 +433,7 @@ class Trainer:
             measured_values = {name: value for name, value in named_values.items() if value is not None}
             self.accelerator.log(measured_values, step=self.step)
             if self.best.judge(self.step, metrics) and self.accelerator.is_main_process:
-                self.best.write(lambda folder: checkpoints.save_model(folder, *self.parts))
+                self.best.write(self.save_model)
         return metrics
 
     def stop_run(self, signal_number: int) -> NoReturn:
@@ -444,8 +451,15 @@ class Trainer:
         position = {name: getattr(self, name) for name in self.POSITION}
         position |= {"order": self.order, "best": self.best.state_dict()}
         keep = self.config.train.save_total_limit
-        checkpoints.save_state(self.accelerator, folder, *self.parts, position=position, keep=keep)
+        checkpoints.save_state(
+            self.accelerator, folder, *self.parts, average=self.average, position=position, keep=keep
+        )
         self.saved_step = self.step
+
+    def save_model(self, folder: Path) -> None:
+        """Write the model as it is evaluated."""
+        with self.average.applied():
+            checkpoints.save_model(folder, *self.parts)
 
     @property
     def parts(self) -> tuple:
@@ -486,7 +500,7 @@ class Trainer:
             summary["stopped_early"] = best.waited
         if is_main:
             with atomic_folder(self.output / "model") as folder:
-                checkpoints.save_model(folder, *self.parts)
+                self.save_model(folder)
                 write_json(folder / "metrics.json", replace_nan(named_values))
             write_json(self.output / "metrics.json", replace_nan(summary))
             from e2e_vl.run.report import write_report  # late: importing matplotlib takes seconds

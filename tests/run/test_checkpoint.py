@@ -34,6 +34,7 @@ from e2e_vl.run import evaluate as evaluation
 from e2e_vl.run import train as training
 from e2e_vl.run.build import build_examples
 from e2e_vl.run.checkpoint import load_model, translate_full_disk
+from e2e_vl.run.ema import WeightAverage
 from e2e_vl.run.evaluate import Evaluator
 from e2e_vl.run.launch import make_accelerator
 from e2e_vl.run.train import train
@@ -241,7 +242,10 @@ def test_a_checkpoint_replaces_older_and_later_ones(tmp_path, monkeypatch):
     for step in (2, 3, 8):
         write_json(tmp_path / "checkpoints" / f"step_{step}" / checkpoint.POSITION_FILE, {"step": step})
     folder, model = tmp_path / "checkpoints" / "step_4", torch.nn.Linear(1, 1)
-    checkpoint.save_state(make_accelerator("no"), folder, None, model, None, position={"step": 4}, keep=2)
+    average = WeightAverage(model, None)
+    checkpoint.save_state(
+        make_accelerator("no"), folder, None, model, None, average=average, position={"step": 4}, keep=2
+    )
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_3", "step_4"]
 
 
