@@ -82,7 +82,7 @@ def test_objectives_may_be_given_by_their_weights():
         ("train.rl=1", "'train.rl'; did you mean 'train.lr'?"),
         ("encoder.hidden_size=8", "'encoder.hidden_size'; did you mean 'encoder.config.hidden_size'?"),
         ("task.config.dropuot=0.1", "'task.config.dropuot'; did you mean 'task.config.dropout'?"),
-        ("encoder.name=bert", "there is vl_bert, visual_bert, lxmert, none"),
+        ("encoder.name=bert", f"there is {', '.join(ENCODERS)}"),
         ("eval.boxes=[detections+gt]", "detections+gt"),
         ("train.lr=fast", "Command line: train.lr=fast: Expected `float`, got `str`"),
         ("train={lr: fast}", "train.lr: Expected `float`"),
