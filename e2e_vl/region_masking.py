@@ -19,7 +19,7 @@ from detector.boxes import pairwise_iou
 from detector.errors import UserError
 from detector.images import mask_pixels, mask_rectangles
 from detector.structures import Detector, ImageBatch, Regions, evaluation_mode
-from e2e_vl.structures import Batch, MaskingBatch, RegionLabels, RegionMasks, TextBatch
+from e2e_vl.structures import Batch, DetectedLabels, MaskingBatch, RegionLabels, RegionMasks, TextBatch
 from e2e_vl.tasks.config import PretrainingConfig
 
 SAME_IOU = 0.5  # a candidate that overlaps a masked box this much is the same object
@@ -93,7 +93,7 @@ def label_regions(
     if uses_detector:
         annotated_classes = labels.classes
         boxes, labels = describe_regions(teacher, batch.images, boxes, config)
-        labels.classes = annotated_classes
+        labels = dataclasses.replace(labels, classes=annotated_classes)
     elif labels.features is None and batch.images.precomputed is not None:
         labels = dataclasses.replace(labels, features=batch.images.precomputed.features)
     return dataclasses.replace(batch, boxes=boxes, region_labels=labels)
@@ -112,18 +112,19 @@ def describe_regions(
     limit = config.max_detected_regions if boxes is None else None
     first = slice(limit)
     probabilities = [logits[first].float().softmax(dim=1) for logits in regions.class_logits]
-    labels = RegionLabels(features=[rows[first] for rows in regions.features])
+    detected = DetectedLabels()
     if all(rows.shape[1] > 1 for rows in probabilities):  # background last
         best_classes = [rows[:, :-1].max(dim=1) for rows in probabilities]
-        labels.detected.scores = [best.values for best in best_classes]
-        labels.detected.classes = [best.indices for best in best_classes]
+        detected.scores = [best.values for best in best_classes]
+        detected.classes = [best.indices for best in best_classes]
     if regions.attribute_logits is not None:
         best_attributes = [logits[first].float().softmax(dim=1).max(dim=1) for logits in regions.attribute_logits]
-        labels.detected.attribute_scores = [best.values for best in best_attributes]
-        labels.detected.attributes = [best.indices for best in best_attributes]
+        detected.attribute_scores = [best.values for best in best_attributes]
+        detected.attributes = [best.indices for best in best_attributes]
     if not config.has_background_last:
         probabilities = [rows.roll(1, dims=1) for rows in probabilities]
-    labels.class_probs = probabilities
+    features = [rows[first] for rows in regions.features]
+    labels = RegionLabels(class_probs=probabilities, features=features, detected=detected)
     return [rows[first] for rows in regions.boxes], labels
 
 
