@@ -14,7 +14,7 @@ from pathlib import Path
 
 from e2e_vl.cli.main import print_errors
 from e2e_vl.registry import decode
-from e2e_vl.synthetic.config import LanguageConfig, SceneConfig
+from e2e_vl.synthetic.config import LanguageConfig, RenderingConfig, SceneConfig
 from e2e_vl.synthetic.generate import FORMATS, make_scenes
 
 SPLITS = {"train": 3500, "val": 200, "testA": 100, "testB": 100}  # number of scenes
@@ -24,11 +24,18 @@ LIMITS = {
     "min_side": "minimum height and width, pixels",
     "max_side": "maximum height and width, pixels",
 }
+RENDERING = {
+    "blur": "standard deviation of a blur, pixels",
+    "contrast": "factor of the contrast",
+    "brightness": "added to all grey values, of 255",
+    "noise": "standard deviation of noise, in grey values of 255",
+}
 
 
 @print_errors
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     scene = SceneConfig()
+    rendering = RenderingConfig()
     parser = argparse.ArgumentParser(
         prog=prog, description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -47,6 +54,17 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         metavar="NAME=SHARE",
         help="share of each family of expressions",
     )
+    for name, text in RENDERING.items():
+        text += "; it changes the pixels and nothing else"
+        parser.add_argument(f"--{name}", type=float, default=getattr(rendering, name), metavar="X", help=text)
+    parser.add_argument(
+        "--palette",
+        nargs="+",
+        type=_colour,
+        default=[],
+        metavar="NAME=R,G,B",
+        help="other values of some colours, such as red=200,90,40",
+    )
     parser.add_argument("--image-format", choices=("jpg", "png"), default="jpg", help="format of the images")
     parser.add_argument(
         "--formats",
@@ -59,12 +77,14 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser.add_argument("--workers", type=int, default=0, help="worker processes; 0: draw in this process")
     args = parser.parse_args(argv)
     limits = {name: getattr(args, name) for name in LIMITS}
+    degradation = {name: getattr(args, name) for name in RENDERING}
     stamp = make_scenes(
         args.output,
         scenes={split: getattr(args, split) for split in SPLITS},
         seed=args.seed,
         config=decode({**limits, "textures": args.textures}, SceneConfig, "scene"),
         language=decode({"family_mix": dict(args.families)}, LanguageConfig, "language"),
+        rendering=decode({**degradation, "palette": dict(args.palette)}, RenderingConfig, "rendering"),
         image_format=args.image_format,
         formats=args.formats,
         workers=args.workers,
@@ -77,3 +97,9 @@ def _share(text: str) -> tuple[str, float]:
     """Read NAME=SHARE."""
     name, _, share = text.partition("=")
     return name, float(share)
+
+
+def _colour(text: str) -> tuple[str, list[int]]:
+    """Read NAME=R,G,B."""
+    name, _, values = text.partition("=")
+    return name, [int(value) for value in values.split(",")]

@@ -336,6 +336,7 @@ def make_synthetic_data(config: RunConfig) -> None:
             seed=synthetic.seed,
             config=synthetic.config.scene,
             language=synthetic.config.language,
+            rendering=synthetic.config.rendering,
             formats=synthetic.formats,
             workers=workers,
         )

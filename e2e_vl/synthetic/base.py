@@ -22,6 +22,7 @@ from e2e_vl.synthetic.config import (
     TEXTURES,
     ImitatedDetectorConfig,
     LanguageConfig,
+    RenderingConfig,
     SceneConfig,
 )
 from e2e_vl.synthetic.language import Reference
@@ -47,6 +48,7 @@ class Recipe:
     scene: SceneConfig
     language: LanguageConfig
     detections: ImitatedDetectorConfig
+    rendering: RenderingConfig
 
     def generator(self, *names: str | int) -> np.random.Generator:
         """Return a random number generator that depends on the seed and these names and numbers only."""

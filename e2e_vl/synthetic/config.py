@@ -1,4 +1,4 @@
-"""Settings of the synthetic data: scenes, language, and errors of the imitated detector."""
+"""Settings of the synthetic data: scenes, their pictures, language, and errors of the imitated detector."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ VCR_FAMILIES = get_args(VCRFamily)
 PAIR_FAMILIES = get_args(PairFamily)
 _NotEmpty = Meta(min_length=1)
 _Range = tuple[PositiveInt, PositiveInt]  # least and most
+_GreyValue = Annotated[int, Meta(ge=0, le=255)]
 
 
 class SceneConfig(Config, frozen=True):
@@ -54,6 +55,20 @@ class SceneConfig(Config, frozen=True):
     def values(self) -> dict[str, tuple[str, ...]]:
         """What each attribute of an object is drawn from."""
         return {"shape": self.shapes, "colour": self.colours, "texture": self.textures, "size": SIZES}
+
+
+class RenderingConfig(Config, frozen=True):
+    """How scenes look, without any effect on their objects, boxes and texts; by default, pictures are left as painted.
+
+    Pictures are blurred, then made paler or brighter, then noisy.
+    """
+
+    blur: NonNegativeFloat = 0.0  # standard deviation of a Gaussian, pixels
+    contrast: NonNegativeFloat = 1.0  # factor of the distance to medium grey
+    brightness: Annotated[float, Meta(ge=-255, le=255)] = 0.0  # added to all values, of 255
+    noise: NonNegativeFloat = 0.0  # standard deviation of independent noise on all values, of 255
+    # RGB values by the name of the colour, instead of those in `RGB` of scenes.py; textures keep their second colours
+    palette: dict[Colour, tuple[_GreyValue, _GreyValue, _GreyValue]] = {}
 
 
 class LanguageConfig(Config, frozen=True):
@@ -90,3 +105,4 @@ class GeneratorConfig(Config, frozen=True):
 
     scene: SceneConfig = SceneConfig()
     language: LanguageConfig = LanguageConfig()
+    rendering: RenderingConfig = RenderingConfig()

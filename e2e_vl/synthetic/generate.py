@@ -8,7 +8,8 @@ Layout under the output folder:
     synthetic.json                                      written last: settings, formats and statistics
 
 A scene depends only on the seed, its split and its index in the split. More training scenes do not change the
-validation scenes, and neither the number of processes nor the chosen formats change any file.
+validation scenes, and neither the number of processes nor the chosen formats change any file. Settings of the rendering
+change the pixels of the images and nothing else.
 
 To add a format, write a `FormatWriter` and add it to `WRITERS`.
 """
@@ -44,13 +45,13 @@ from e2e_vl.synthetic.coco import (
     RefCOCOPlusWriter,
 )
 from e2e_vl.synthetic.conceptual import ConceptualWriter, CorpusWriter, ShardsWriter
-from e2e_vl.synthetic.config import ImitatedDetectorConfig, LanguageConfig, SceneConfig
+from e2e_vl.synthetic.config import ImitatedDetectorConfig, LanguageConfig, RenderingConfig, SceneConfig
 from e2e_vl.synthetic.gqa import GQAWriter
 from e2e_vl.synthetic.language import draw_captions, draw_references, draw_without_target
 from e2e_vl.synthetic.lxmert import LxmertWriter
 from e2e_vl.synthetic.nlvr2 import PairWriter
 from e2e_vl.synthetic.phrases import EntitiesWriter, PhrasesWriter, VisualGenomeWriter
-from e2e_vl.synthetic.scenes import SceneGraph, draw_scene
+from e2e_vl.synthetic.scenes import SceneGraph, degrade, draw_scene
 from e2e_vl.synthetic.shortcuts import write_shortcuts
 from e2e_vl.synthetic.vcr import VCRWriter
 from e2e_vl.synthetic.vqa import VQAWriter
@@ -95,6 +96,7 @@ def make_scenes(
     config: SceneConfig | None = None,
     language: LanguageConfig | None = None,
     detections: ImitatedDetectorConfig | None = None,
+    rendering: RenderingConfig | None = None,
     image_format: str = "jpg",
     formats: Collection[str] | None = None,
     workers: int = 0,
@@ -108,6 +110,7 @@ def make_scenes(
         output: folder to write to; new, empty, or one of a finished or interrupted run with the same settings.
         scenes: number of scenes per split, for example {"train": 3500, "val": 200}.
         config, language, detections: what is drawn, said and detected; None for the defaults.
+        rendering: how it looks; None for the default.
         image_format: "jpg" (quality 95) or "png".
         formats: which of `FORMATS` to write; None for all.
         workers: number of processes that draw; 0 draws in this process.
@@ -122,13 +125,17 @@ def make_scenes(
         config or SceneConfig(),
         language or LanguageConfig(),
         detections or ImitatedDetectorConfig(),
+        rendering or RenderingConfig(),
     )
     requested = set(WRITERS if formats is None else formats)
     unknown = sorted(requested - set(WRITERS))
     if unknown:
         raise UserError(f"formats must be some of {', '.join(WRITERS)}; found {unknown[0]!r}")
     output = Path(output)
-    start = {"version": VERSION, "settings": msgspec.json.decode(msgspec.json.encode(recipe))}
+    settings = msgspec.json.decode(msgspec.json.encode(recipe))
+    if recipe.rendering == RenderingConfig():  # folders of earlier versions, which had no such settings, are the same
+        del settings["rendering"]
+    start = {"version": VERSION, "settings": settings}
     output.parent.mkdir(parents=True, exist_ok=True)
     # concurrent runs draw the data once; a worker that runs its parent's script again, because the script has no
     # `if __name__ == "__main__":`, would wait for its parent forever
@@ -231,7 +238,7 @@ def _make_scene(
 ) -> SceneRecord:
     """Draw a scene, optionally write its image, and return its texts and annotations, without ids."""
     rng = recipe.generator(position.split, position.number)
-    scene = draw_scene(recipe.scene, rng)
+    scene = draw_scene(recipe.scene, rng, recipe.rendering.palette)
     graph = SceneGraph(scene)
     # the three share a generator, so their order must not change
     references = draw_references(graph, recipe.language, rng)
@@ -243,7 +250,9 @@ def _make_scene(
     )
     if with_image:
         options = _IMAGE_OPTIONS[recipe.image_format]
-        _, encoded = cv2.imencode(position.image_file.suffix, scene.image[..., ::-1], options)
+        noise_rng = recipe.generator(position.split, position.number, "noise")
+        image = degrade(scene.image, recipe.rendering, noise_rng)
+        _, encoded = cv2.imencode(position.image_file.suffix, image[..., ::-1], options)
         position.image_file.write_bytes(encoded)
     record = SceneRecord(
         **vars(position),

@@ -6,7 +6,7 @@ COCO.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -14,7 +14,7 @@ import cv2
 import numpy as np
 
 from detector.errors import UserError
-from e2e_vl.synthetic.config import SceneConfig
+from e2e_vl.synthetic.config import RenderingConfig, SceneConfig
 
 _ATTEMPTS_PER_OBJECT = 40
 _ATTEMPTS_PER_SCENE = 200
@@ -69,8 +69,14 @@ class Scene:
     objects: list[SceneObject]  # in the order of painting: later objects lie in front of earlier ones
 
 
-def draw_scene(config: SceneConfig, rng: np.random.Generator) -> Scene:
-    """Draw one scene; the same generator state gives the same scene."""
+def draw_scene(
+    config: SceneConfig, rng: np.random.Generator, palette: Mapping[str, tuple[int, int, int]] | None = None
+) -> Scene:
+    """Draw one scene; the same generator state gives the same scene.
+
+    `palette`: RGB values that replace some of `RGB`; they change nothing but the image.
+    """
+    colours = {**RGB, **(palette or {})}
     h, w = (int(side) for side in rng.integers(config.min_side, config.max_side + 1, 2))
     count = int(rng.integers(config.min_objects, config.max_objects + 1))
     for _ in range(_ATTEMPTS_PER_SCENE):
@@ -83,7 +89,7 @@ def draw_scene(config: SceneConfig, rng: np.random.Generator) -> Scene:
         )
     image = paint_background(h, w, rng)
     for item, patch in objects_and_patches:
-        paint(image, patch, item.appearance.colour, item.appearance.texture, rng)
+        paint(image, patch, item.appearance.colour, item.appearance.texture, rng, colours)
     image += rng.standard_normal((h, w), np.float32)[..., None] * 2.5
     image = np.clip(np.rint(image), 0, 255).astype(np.uint8)
     return Scene(image=image, objects=[item for item, _ in objects_and_patches])
@@ -224,6 +230,7 @@ _LIGHT = (250, 250, 250)
 _SECOND_COLOURS: dict[str, tuple[int, int, int]] = {"yellow": (150, 104, 8), "white": (92, 92, 96)}
 
 _SUPERSAMPLING = 4
+_MEDIUM_GREY = 127.5
 _PATTERN_PERIOD = 5.6  # pixels; the smallest objects still show three stripes
 
 
@@ -294,11 +301,21 @@ def cover(points: np.ndarray, centre: tuple[float, float]) -> Patch:
     return fill_small, edge_small, (int(x0), int(y0))
 
 
-def paint(image: np.ndarray, patch: Patch, colour: str, texture: str, rng: np.random.Generator) -> None:
-    """Paint an object over `image` (float32 [height, width, 3], RGB 0..255), in place."""
+def paint(
+    image: np.ndarray,
+    patch: Patch,
+    colour: str,
+    texture: str,
+    rng: np.random.Generator,
+    colours: Mapping[str, tuple[int, int, int]] = RGB,
+) -> None:
+    """Paint an object over `image` (float32 [height, width, 3], RGB 0..255), in place.
+
+    `colours`: RGB values by name.
+    """
     fill, edge, (x0, y0) = patch
     h, w = fill.shape
-    main = np.asarray(RGB[colour], np.float32) + rng.uniform(-9, 9, 3).astype(np.float32)
+    main = np.asarray(colours[colour], np.float32) + rng.uniform(-9, 9, 3).astype(np.float32)
     second = np.asarray(_SECOND_COLOURS.get(colour, _LIGHT), np.float32)
     amount = _pattern(texture, h, w, rng)[..., None]
     shade = 1 - 0.12 * np.linspace(0, 1, h, dtype=np.float32)[:, None, None]  # a little darker towards the bottom
@@ -349,6 +366,19 @@ def paint_background(h: int, w: int, rng: np.random.Generator) -> np.ndarray:
         relief = 8 * np.sign(np.sin(along * (np.pi / side)) * np.sin(across * (np.pi / side)))
     grain = rng.standard_normal((h, w), np.float32) * np.float32(rng.uniform(2, 6))
     return (base.astype(np.float32) + (relief + grain)[..., None]).astype(np.float32)
+
+
+def degrade(image: np.ndarray, rendering: RenderingConfig, rng: np.random.Generator) -> np.ndarray:
+    """Return a picture (uint8 [height, width, 3], RGB) blurred, with other contrast and brightness, and noisy.
+
+    `rng` gives the noise alone. With the default rendering, the picture stays as it is.
+    """
+    changed = image.astype(np.float32)
+    if rendering.blur > 0:
+        changed = cv2.GaussianBlur(changed, (0, 0), rendering.blur)
+    changed = (changed - _MEDIUM_GREY) * rendering.contrast + _MEDIUM_GREY + rendering.brightness
+    changed += rng.standard_normal(changed.shape, np.float32) * rendering.noise
+    return np.clip(np.rint(changed), 0, 255).astype(np.uint8)
 
 
 # Unambiguous relations between the objects of a scene.

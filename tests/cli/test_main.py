@@ -223,3 +223,10 @@ def test_options_say_what_is_drawn(tmp_path, capsys):
     assert statistics["images"] == {"train": 3, "val": 1, "testA": 1, "testB": 1}
     assert set(statistics["families"]) <= {"attribute", "relation"}
     assert 5 <= statistics["objects_per_image"] <= 6
+    words[1] = str(tmp_path / "pale")
+    words += ["--blur", "1", "--contrast", "0.3", "--brightness", "40", "--noise", "8", "--palette", "red=10,200,190"]
+    assert synthesize.main(words) == 0
+    assert json.loads(capsys.readouterr().out) == statistics
+    settings = json.loads((tmp_path / "pale" / "synthetic.json").read_text("utf-8"))["settings"]
+    palette = {"red": [10, 200, 190]}
+    assert settings["rendering"] == {"blur": 1, "contrast": 0.3, "brightness": 40, "noise": 8, "palette": palette}

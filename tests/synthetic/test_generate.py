@@ -7,11 +7,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 from PIL import Image
 
 from e2e_vl.synthetic import generate
-from e2e_vl.synthetic.config import SceneConfig
+from e2e_vl.synthetic.config import RenderingConfig, SceneConfig
 from e2e_vl.synthetic.generate import make_scenes
 
 
@@ -44,6 +45,26 @@ def test_other_seed_gives_other_scenes_and_more_training_scenes_keep_the_others(
     assert not set(images["small"]) & set(images["seed"])
     assert images["more"][:4] == images["small"][:4]
     assert images["more"][5:] == images["small"][4:]
+
+
+PALE = RenderingConfig(blur=1.0, contrast=0.3, brightness=40, noise=8.0, palette={"red": (10, 200, 190)})
+
+
+def test_rendering_changes_pixels_and_nothing_else(small, tmp_path):
+    make_scenes(tmp_path / "pale", **SMALL, rendering=PALE)
+    make_scenes(tmp_path / "again", **SMALL, rendering=PALE, workers=2)
+    pale = contents(tmp_path / "pale")
+    assert contents(tmp_path / "again") == pale
+    clean = contents(small)
+    assert pale.keys() == clean.keys()
+    changed = [name for name in pale if pale[name] != clean[name]]
+    with_images = [name for name in pale if name.endswith((".jpg", ".png", ".tar", "_image.zip"))]
+    assert set(changed) == {*with_images, "synthetic.json"}
+    stamp = json.loads(pale["synthetic.json"])
+    assert msgspec.convert(stamp["settings"].pop("rendering"), RenderingConfig) == PALE
+    assert stamp == json.loads(clean["synthetic.json"]), "the default is not written, so earlier folders stay valid"
+    with pytest.raises(ValueError, match=r"other settings \(rendering\)"):
+        make_scenes(small, **SMALL, rendering=PALE)
 
 
 def test_two_that_start_together_draw_once(tmp_path, monkeypatch):

@@ -7,8 +7,8 @@ import torch
 from torchvision.ops import box_iou
 
 from e2e_vl.synthetic import scenes as drawing
-from e2e_vl.synthetic.config import COLOURS, TEXTURES, SceneConfig
-from e2e_vl.synthetic.scenes import Scene, draw_scene
+from e2e_vl.synthetic.config import COLOURS, TEXTURES, RenderingConfig, SceneConfig
+from e2e_vl.synthetic.scenes import Scene, degrade, draw_scene
 
 CONFIG = SceneConfig()
 
@@ -75,6 +75,36 @@ def test_stripes_and_dots_are_visible():
         spreads[texture] = image[10:30, 10:30].std(axis=(0, 1)).mean()
     assert spreads["striped"] > 5 * spreads["plain"]
     assert spreads["dotted"] > 5 * spreads["plain"]
+
+
+def test_rendering_blurs_pales_brightens_and_adds_noise(scenes):
+    def render(**settings: float) -> np.ndarray:
+        return degrade(image, RenderingConfig(**settings), np.random.default_rng(3)).astype(float)
+
+    image = scenes[0].image
+    assert (render() == image).all()
+    blurred = render(blur=1.0)
+    assert np.abs(np.diff(blurred, axis=1)).mean() < 0.6 * np.abs(np.diff(image.astype(float), axis=1)).mean()
+    assert blurred.mean() == pytest.approx(image.mean(), abs=0.5)
+    pale = render(contrast=0.3)
+    assert pale.std() == pytest.approx(0.3 * image.std(), rel=0.02)
+    assert (render(contrast=0.3, brightness=40) - pale == 40).all()
+    noise = render(contrast=0.3, noise=8) - pale
+    assert noise.std() == pytest.approx(8, rel=0.05)
+    assert noise.mean() == pytest.approx(0, abs=0.2)
+
+
+def test_a_palette_changes_the_colour_of_its_objects_alone(scenes):
+    scene = next(scene for scene in scenes if "red" in {item.appearance.colour for item in scene.objects})
+    number = scenes.index(scene)
+    other = draw_scene(CONFIG, np.random.default_rng([7, number]), {"red": (20, 220, 210)})
+    red = np.any([item.visible for item in scene.objects if item.appearance.colour == "red"], axis=0)
+    grown = cv2.dilate(red.view(np.uint8), np.ones((3, 3), np.uint8)) > 0
+    changed = (other.image != scene.image).any(axis=2)
+    assert changed[red].all()
+    assert not changed[~grown].any()
+    for item, same in zip(scene.objects, other.objects, strict=True):
+        assert (item.appearance, item.box) == (same.appearance, same.box)
 
 
 def test_impossible_settings_are_named():
