@@ -188,7 +188,8 @@ def save_npz(file: Path | BinaryIO, record: RegionFeatures, stamp: dict[str, Any
 def load_npz(file: Path | BinaryIO, where: str | None = None) -> RegionFeatures:
     """Read regions written by `save_npz`; `where` names the file in error messages."""
     with reading(where or file, Exception), np.load(file, allow_pickle=False) as arrays:  # damage raises many types
-        columns = {name: arrays[name] for name in COLUMNS if name in arrays}
+        names = [name for name in COLUMNS if name in arrays or name in REQUIRED_COLUMNS]
+        columns = {name: arrays[name] for name in names}
         image_feature = arrays.get("image_feature")
         image_id = str(arrays["image_id"])
         image_size = tuple(arrays["image_size"].tolist())
@@ -441,7 +442,8 @@ class Hdf5Store(FeatureStore):
         row = self.rows[image_id]
         rows = slice(self.starts[row], self.starts[row + 1])
         with reading(f"{self.path}: image {image_id}", OSError, KeyError, ValueError, TypeError, RuntimeError):
-            columns = {name: file[name][rows] for name in COLUMNS if name in file}
+            names = [name for name in COLUMNS if name in file or name in REQUIRED_COLUMNS]
+            columns = {name: file[name][rows] for name in names}
             image_feature = file["image_feature"][row] if "image_feature" in file else None
             image_size = tuple(self.sizes[row].tolist())
             return RegionFeatures.from_columns(image_id, image_size, columns, image_feature)

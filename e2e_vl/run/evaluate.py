@@ -180,7 +180,7 @@ class Evaluator:
         best = MetricName.read(self.config.train.metric_for_best_model or "")
         for split in self.config.data.eval_splits:
             for boxes in map(BoxSource, self.config.eval.boxes):
-                needs_loss = best == MetricName(split, LOSS, boxes)
+                needs_loss = best is not None and best.whole == MetricName(split, LOSS, boxes)
                 examples = run.eval_data[split, boxes]
                 evaluation = self.evaluate_split(
                     run.model, examples, split, boxes, max_images=max_images, with_loss=needs_loss

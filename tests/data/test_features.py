@@ -170,6 +170,17 @@ def test_damaged_and_missing_files_are_named(name: str, content: bytes, tmp_path
         open_features(path)["1"]
 
 
+def test_the_message_says_that_a_column_is_missing(tmp_path: Path, records):
+    np.savez(tmp_path / "1.npz", image_id=np.array("1"), image_size=np.array([9, 9]), boxes=np.zeros((0, 4)))
+    with refused("1.npz", "features is not a file in the archive"):
+        open_features(tmp_path)["1"]
+    path = write("hdf5", tmp_path, records)
+    with h5py.File(path, "r+") as file:
+        del file["boxes"]
+    with refused("f.h5: image 42", "object 'boxes' doesn't exist"):
+        open_features(path)["42"]
+
+
 @pytest.mark.parametrize("layout", FILES)
 def test_names_in_upper_case_and_files_of_macos(layout: str, tmp_path: Path, records):
     path = write(layout, tmp_path, records)

@@ -36,6 +36,7 @@ def test_a_run_directory_belongs_to_one_training(tiny_config, on_cpu):
     ("words", "message"),
     [
         (["train.metric_for_best_model=val/acuracy_gt_boxes"], r"did you mean 'val/accuracy_gt_boxes'"),
+        (["train.metric_for_best_model=val/loss_gt_boxes/relation"], r"did you mean 'val/loss_gt_boxes'"),
         (["train.trackers=[board]"], r"train.trackers has 'board'"),
         (["detector.weights=./nowhere.pth"], r"nowhere.pth"),
         (["data.files.detections=nowhere.json", "eval.boxes=[detections]"], r"nowhere\.json"),
