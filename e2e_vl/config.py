@@ -331,6 +331,8 @@ class PhraseConfig(Config, frozen=True):
     tag_weight: NonNegativeFloat = 0.5  # weight of phrase detection, as a multiple of `weight`
     # use the hidden states after this number of multimodal layers; 0 = their input
     layer: NonNegativeInt = 2
+    # the state that stands for a phrase: of its last or first wordpiece, or the mean of all
+    phrase_state: Literal["last", "first", "mean"] = "last"
     size: PositiveInt = 128  # width of queries and keys
     weights: str | None = None  # another run to start this head from; None = random
 

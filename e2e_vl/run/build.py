@@ -189,7 +189,9 @@ def build_model(
                 f"phrases.layer is {config.phrases.layer}, but the encoder has {encoder.num_joint_layers} multimodal "
                 "layers; lower it."
             )
-        phrase_head = PhraseHead(encoder.hidden_size, config.phrases.size, config.phrases.layer)
+        phrase_head = PhraseHead(
+            encoder.hidden_size, config.phrases.size, config.phrases.layer, config.phrases.phrase_state
+        )
         if config.phrases.weights is not None:
             report = load_phrase_head(phrase_head, config.phrases.weights)
             on_init(InitialWeights("phrases", config.phrases.weights, report))

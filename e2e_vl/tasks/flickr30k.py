@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
 from detector.structures import Loss
@@ -35,7 +35,7 @@ from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, Tex
 from e2e_vl.targets import Ragged, Targets, nested, ragged
 from e2e_vl.tasks.base import PredictionSummary, Task, candidate_regions, init_head, load_predicted_image
 from e2e_vl.tasks.config import Flickr30KConfig
-from e2e_vl.tasks.phrase_head import grounding_loss, log_attention_of, overlapping
+from e2e_vl.tasks.phrase_head import grounding_loss, log_attention_of, overlapping, phrase_states
 from e2e_vl.tasks.submission import Submission
 from e2e_vl.text import TextTokenizer
 from e2e_vl.transforms import LoadedImage
@@ -156,7 +156,7 @@ class Flickr30KTask(Task):
         targets: Flickr30KTargets = batch.targets
         owner = targets.spans.owner
         candidates = candidate_regions(text_regions, whole_image_can_win=self.config.whole_image_can_win)[owner]
-        query = self.query(self._phrase_states(encoded.text, targets.spans))
+        query = self.query(phrase_states(encoded.text, targets.spans, self.config.phrase_state))
         log_attention = log_attention_of(query, self.key(encoded.regions)[owner], candidates, self.config.num_heads)
         losses = {}
         if targets.boxes is not None:
@@ -166,18 +166,6 @@ class Flickr30KTask(Task):
                 loss = Loss(loss.total, loss.count.new_tensor(float(number)))
             losses["flickr30k"] = loss
         return TaskOutput(losses=losses, logits=log_attention)
-
-    def _phrase_states(self, text: Float[Tensor, "M L E"], spans: Ragged) -> Float[Tensor, "P E"]:
-        """Return the state that stands for each phrase: of its first or last wordpiece, or the mean of all."""
-        first, end = spans.values.unbind(dim=1)
-        owner = spans.owner
-        if self.config.phrase_state == "mean":
-            position = torch.arange(text.shape[1], device=text.device)
-            inside = ((position >= first[:, None]) & (position < end[:, None])).to(text.dtype)  # [P, L]
-            return torch.einsum("pl,ple->pe", inside / inside.sum(dim=1, keepdim=True), text[owner])
-        if self.config.phrase_state == "first":
-            return text[owner, first]
-        return text[owner, end - 1]
 
     @override
     def predict(self, output: ModelOutput) -> list[Flickr30KPrediction]:

@@ -1,7 +1,8 @@
 """Phrase grounding as an auxiliary head of any task: attention of the phrases of a text over the regions.
 
-The query is the state of a phrase's last wordpiece, and the keys are the states of the regions, both after a chosen
-encoder layer (VisualBERT's head for Flickr30K Entities uses the last layer). A tagging head detects the phrases of
+The query is the state of a phrase's wordpieces, and the keys are the states of the regions, both after a chosen encoder
+layer (VisualBERT's head for Flickr30K Entities uses the last wordpiece and the last layer). Before the first layer
+(`phrases.layer: 0`), words and regions meet without the encoder between them. A tagging head detects the phrases of
 unannotated texts. If no text of the data has complete phrase annotations, it is not trained, and the whole text is one
 phrase.
 
@@ -42,11 +43,13 @@ class PhraseHead(nn.Module):
         hidden_size: E.
         size: width of queries and keys.
         layer: number of layers with words and regions after which the states are taken.
+        phrase_state: the state that stands for a phrase, see `phrase_states`.
     """
 
-    def __init__(self, hidden_size: int, size: int, layer: int):
+    def __init__(self, hidden_size: int, size: int, layer: int, phrase_state: str = "last"):
         super().__init__()
         self.layer = layer
+        self.phrase_state = phrase_state
         self.query = nn.Linear(hidden_size, size)
         self.key = nn.Linear(hidden_size, size)
         self.tags = nn.Linear(hidden_size, 3)
@@ -75,8 +78,7 @@ class PhraseHead(nn.Module):
         # candidate boxes of a text's first image
         candidates = text_regions.attention_mask & (text_regions.row >= 0) & (text_regions.image_slot == 0)
         owner = spans.owner
-        last_wordpiece = spans.values[:, 1] - 1
-        query = self.query(states.text[owner, last_wordpiece])
+        query = self.query(phrase_states(states.text, spans, self.phrase_state))
         key = self.key(states.regions)
         log_attention = log_attention_of(query, key[owner], candidates[owner])
         annotated_owner = annotated.spans.owner
@@ -91,6 +93,19 @@ class PhraseHead(nn.Module):
     def finds_phrases(self) -> bool:
         """Whether the tags were trained: the bias is then no longer 0, its initial value."""
         return bool(self.tags.bias.any())
+
+
+def phrase_states(text: Float[Tensor, "M L E"], spans: Ragged, phrase_state: str) -> Float[Tensor, "P E"]:
+    """Return the state that stands for each phrase: of its "first" or "last" wordpiece, or the "mean" of all."""
+    first, end = spans.values.unbind(dim=1)
+    owner = spans.owner
+    if phrase_state == "mean":
+        position = torch.arange(text.shape[1], device=text.device)
+        inside = ((position >= first[:, None]) & (position < end[:, None])).to(text.dtype)  # [P, L]
+        return torch.einsum("pl,ple->pe", inside / inside.sum(dim=1, keepdim=True), text[owner])
+    if phrase_state == "first":
+        return text[owner, first]
+    return text[owner, end - 1]
 
 
 def log_attention_of(

@@ -64,9 +64,9 @@ def run(head: PhraseHead, phrases: PhraseBatch, boxes: torch.Tensor = REGIONS) -
     return ModelOutput(task, regions, gathered, encoded, batch, None, head(batch, gathered, states))
 
 
-def make_head(*, training: bool = True) -> PhraseHead:
+def make_head(phrase_state: str = "last", *, training: bool = True) -> PhraseHead:
     torch.manual_seed(0)
-    return PhraseHead(HIDDEN, 4, 2).train(training)
+    return PhraseHead(HIDDEN, 4, 2, phrase_state).train(training)
 
 
 def test_the_loss_is_the_divergence_from_equal_shares_of_the_named_regions():
@@ -82,6 +82,18 @@ def test_the_loss_is_the_divergence_from_equal_shares_of_the_named_regions():
     text, regions = output.encoded.intermediate.text.grad, output.encoded.intermediate.regions.grad
     assert [bool(row.any()) for row in text[0]] == [False, False, True, False, False]  # its last wordpiece asks
     assert regions[0, 1:].any() and not regions[0, 0].any() and not regions[1].any() and not text[1].any()
+
+
+@pytest.mark.parametrize(
+    ("phrase_state", "asks"), [("last", [2]), ("first", [1]), ("mean", [1, 2])], ids=["last", "first", "mean"]
+)
+def test_a_phrase_asks_with_its_wordpieces(phrase_state, asks):
+    boxes = (((0, 0, 10, 10), (20, 20, 30, 39)), ((50, 50, 55, 55),))  # the second phrase has no region
+    output = run(make_head(phrase_state), make_phrases(boxes=boxes))
+    output.phrases.losses["phrases"].mean.backward()
+    gradient = output.encoded.intermediate.text.grad[0]
+    assert gradient.any(dim=1).nonzero().flatten().tolist() == asks
+    torch.testing.assert_close(gradient[asks[0]], gradient[asks[-1]])  # with equal shares
 
 
 def test_tags_are_learned_only_where_all_phrases_are_known():
