@@ -491,7 +491,9 @@ def read_class_names(path: str | Path, num_classes: int) -> tuple[str, ...] | No
         names = read_json(names_path, list[str])
         if len(names) != num_classes:
             raise UserError(
-                f"{names_path} has {len(names)} class names, but the detector has {num_classes}; correct or remove it."
+                f"{names_path} has {len(names)} class names, but the detector's config has {num_classes} classes; use "
+                "the config that the weights were trained with, load a part of them (no_predictor or backbone), or, if "
+                "only the names are wrong, correct or remove their file."
             )
         return tuple(names)
     published = find_published_weights(path)

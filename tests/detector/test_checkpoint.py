@@ -13,7 +13,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from detector.checkpoint import check_arrays, load_checkpoint, load_weights, read_tensors, save_weights
+from detector.checkpoint import (
+    check_arrays,
+    load_checkpoint,
+    load_weights,
+    read_class_names,
+    read_tensors,
+    save_weights,
+)
 from detector.config import DetectorConfig
 from detector.errors import MissingFileError, UserError
 from detector.faster_rcnn import FasterRCNN
@@ -226,6 +233,15 @@ def test_everything_but_the_classes_from_a_detector_of_other_classes(tmp_path: P
     save_weights(state, tmp_path / "a.pth")
     with pytest.raises(UserError, match="1 missing"):
         load_checkpoint(model, tmp_path / "a.pth", expect="no_predictor")
+
+
+def test_names_of_another_number_of_classes_speak_of_the_config_first(tmp_path: Path):
+    """The detector is built with the names, so this comes before the weights are seen not to fit the config."""
+    (tmp_path / "class_names.json").write_text('["dog", "cat"]')
+    save_weights({}, tmp_path / "model.safetensors")
+    assert read_class_names(tmp_path, 2) == ("dog", "cat")
+    with pytest.raises(UserError, match=r"has 2 class names, .*config has 3 classes; use the config .*no_predictor"):
+        read_class_names(tmp_path, 3)
 
 
 def test_without_detectron2_choosing_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
