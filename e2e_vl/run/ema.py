@@ -7,27 +7,26 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
 class WeightAverage:
-    """An exponential moving average of the trained parameters and of batch statistics, on their device.
+    """An exponential moving average of the trained parameters, on their device.
 
     After each update of the weights, `average = d * average + (1 - d) * weight` (Polyak & Juditsky 1992; Tarvainen &
-    Valpola 2017). After n updates d is the smaller one of `decay` and (1 + n) / (10 + n), as in TensorFlow, so that
-    short runs do not average their initial weights. Batch statistics are averaged too, because those of the current
-    weights do not fit the average. Frozen parameters and constants are left out.
+    Valpola 2017). In update n, from 0, d is the smaller one of `decay` and (1 + n) / (10 + n), as in TensorFlow, so
+    that short runs do not average their initial weights. Frozen parameters and buffers are left out: batch statistics
+    are the current ones.
 
-    All processes compute the same average, as they have the same weights. `torch.optim.swa_utils.AveragedModel` would
-    copy the frozen weights too, and is a second model, of which evaluation and files would have to know.
+    All processes compute the same average, as they have the same weights. `torch.optim.swa_utils.AveragedModel` is a
+    second model, with copies of the frozen weights, of which evaluation and files would have to know.
 
     Attributes:
-        averages: the average of each tensor, by its name in the model; while `applied`, the raw tensor.
+        averages: the average of each parameter, by its name in the model; while `applied`, its raw value.
         updates: updates of the weights so far.
     """
 
-    UPDATES = "updates"  # key of the state dict; names of tensors in the model have a dot
+    UPDATES = "updates"  # key of the state dict; names in the model have a dot
 
     def __init__(self, model: nn.Module, decay: float | None) -> None:
         """Begin with the current weights of a model.
@@ -37,10 +36,12 @@ class WeightAverage:
         """
         self.decay = decay
         self.updates = 0
-        self.tensors: dict[str, Tensor] = {}
+        self.weights: dict[str, Tensor] = {}
         if decay is not None:
-            self.tensors = find_averaged(model)
-        self.averages = {name: tensor.clone() for name, tensor in self.tensors.items()}
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    self.weights[name] = parameter.detach()
+        self.averages = {name: weight.clone() for name, weight in self.weights.items()}
 
     def update(self) -> None:
         """Include the current weights, after an optimiser step that changed them."""
@@ -48,7 +49,7 @@ class WeightAverage:
             return
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         average = get_ema_multi_avg_fn(decay)
-        average(list(self.averages.values()), list(self.tensors.values()), self.updates)
+        average(list(self.averages.values()), list(self.weights.values()), self.updates)
         self.updates += 1
 
     @contextlib.contextmanager
@@ -62,10 +63,10 @@ class WeightAverage:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        for name, tensor in self.tensors.items():
+        for name, weight in self.weights.items():
             average = self.averages[name]
-            value = tensor.clone()
-            tensor.copy_(average)
+            value = weight.clone()
+            weight.copy_(average)
             average.copy_(value)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -76,13 +77,3 @@ class WeightAverage:
         self.updates = int(state[self.UPDATES])
         for name, average in self.averages.items():
             average.copy_(state[name])
-
-
-def find_averaged(model: nn.Module) -> dict[str, Tensor]:
-    """Return the trained parameters and the running batch statistics of a model, by name and without gradients."""
-    tensors = {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
-    for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and module.track_running_stats:
-            tensors[f"{name}.running_mean"] = module.running_mean
-            tensors[f"{name}.running_var"] = module.running_var
-    return tensors
