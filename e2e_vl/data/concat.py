@@ -122,7 +122,7 @@ class JoinedDataset(VLDataset):
         """Yield name, settings, files and options of each part of a split."""
         parts = {name: part for name, part in options.datasets.items() if split in part.splits}
         if not parts:
-            raise UserError(f"No part in data.config.datasets has the split {split}; add it to the `splits` of a part")
+            raise UserError(f"No data set in data.config.datasets has the split {split}; add it to the `splits` of one")
         for name, part in parts.items():
             kind = DATASETS[part.name].cls
             shared_files = {key: file for key, file in files.settings.files.items() if key in kind.file_keys}

@@ -150,7 +150,7 @@ def test_parts_that_share_a_file_of_boxes_need_different_ids(settings, tiny):
 
 
 def test_what_does_not_fit(settings):
-    with refused("data.config.datasets", "split val"):
+    with refused("No data set in data.config.datasets", "split val", "of one"):
         opened(settings, split="val")
     with refused("vqa", "captoins"):
         opened(changed(settings, "asked", files={"captoins": "x"}))
