@@ -132,10 +132,7 @@ def make_jobs(
         pair = (cell.task, cell.encoder)
         config_file = config_folder / f"{cell.task}_{cell.encoder}.yaml"
         if pair not in configs:
-            entry = encoders[cell.encoder]
-            overrides = [*entry.get("overrides", ()), *entry.get("task_overrides", {}).get(cell.task, ()), *settings]
-            config = load_config(folder / f"{cell.task}.yaml", overrides)
-            configs[pair] = with_encoder(config, cell.encoder, entry, cell.task)
+            configs[pair] = make_config(folder, cell.task, cell.encoder, encoders[cell.encoder], settings)
             save_config(configs[pair], config_file)
         config = configs[pair]
 
@@ -156,6 +153,19 @@ def make_jobs(
             after = (run,)
         jobs[cell.name] = Job(config_file, tuple(overrides), output / cell.name, after)
     return jobs, configs
+
+
+def make_config(folder: Path, task: str, encoder: str, entry: Mapping[str, Any], settings: Sequence[str]) -> RunConfig:
+    """Return the config of a task with an encoder.
+
+    Args:
+        folder: of the tasks' configs.
+        entry: of the encoder in configs/pairs/encoders.yaml.
+        settings: `key=value` settings that override both.
+    """
+    overrides = [*entry.get("overrides", ()), *entry.get("task_overrides", {}).get(task, ()), *settings]
+    config = load_config(folder / f"{task}.yaml", overrides)
+    return with_encoder(config, encoder, entry, task)
 
 
 def with_encoder(config: RunConfig, name: str, settings: Mapping[str, Any], task: str) -> RunConfig:
