@@ -29,6 +29,8 @@ from typing import Any, NamedTuple
 import msgspec
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from compare import Job, add_common_options, made_by, markdown_table, mean_and_std, run_jobs, write_table
 from detector.io import read_json, read_yaml
@@ -310,32 +312,32 @@ def draw(experiment: Experiment, results: Sequence[Mapping[str, Any]], path: Pat
     split = results[-1]["split"]
     titles = {row["setting"]: row["title"] for row in results}
     sources = list(dict.fromkeys(row["boxes"] for row in results))
-    figure = Figure(figsize=(4.6 * len(titles), 3.2 * len(sources)), dpi=140, layout="constrained")
+    figure = Figure(figsize=(4.4 * len(titles), 2.8 * len(sources) + 0.6), dpi=140, layout="constrained")
     plots = figure.subplots(len(sources), len(titles), sharey=True, squeeze=False)
     for (boxes, setting), axes in zip(itertools.product(sources, titles), plots.flat, strict=True):
         rows = [row for row in results if (row["setting"], row["boxes"], row["split"]) == (setting, boxes, split)]
         _draw_bars(axes, tuple(experiment.variants), rows)
-        axes.set_title(f"{textwrap.fill(titles[setting], 44)}\n{BOXES[boxes]}", fontsize=9)
-    plots[0, 0].legend(fontsize=8)
-    figure.supylabel(f"accuracy on {split} scenes", fontsize=9)
+    for axes, title in zip(plots[0], titles.values(), strict=True):
+        axes.set_title(textwrap.fill(title, 46), fontsize=9)
+    for axes, boxes in zip(plots[:, 0], sources, strict=True):
+        axes.set_ylabel(f"accuracy, {split}, {BOXES[boxes]}", fontsize=8)
+    legend = [Patch(color=f"C{number}", label=variant) for number, variant in enumerate(experiment.variants)]
+    legend.append(Line2D([], [], color="black", linestyle="--", label="best shortcut"))
+    figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), fontsize=8)
     figure.savefig(path)
 
 
 def _draw_bars(axes: Axes, variants: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
     """Draw mean and standard deviation of each variant, and the best shortcut as a line over both bars."""
     width = 0.8 / len(variants)
-    for number, variant in enumerate(variants):
-        for position, row in enumerate(rows):
-            entry = row["accuracy"].get(variant)
-            if entry is None:
-                continue
-            left = position - 0.4 + number * width
-            label = variant if position == 0 else None
-            axes.bar(left, entry["mean"], width, align="edge", yerr=entry["std"], color=f"C{number}", label=label)
     for position, row in enumerate(rows):
+        for number, variant in enumerate(variants):
+            entry = row["accuracy"].get(variant)
+            if entry is not None:
+                left = position - 0.4 + number * width
+                axes.bar(left, entry["mean"], width, align="edge", yerr=entry["std"], color=f"C{number}")
         if row["shortcut"] is not None:
-            label = "best shortcut" if position == 0 else None
-            axes.hlines(row["shortcut"], position - 0.45, position + 0.45, colors="black", ls="--", label=label)
+            axes.hlines(row["shortcut"], position - 0.45, position + 0.45, colors="black", linestyles="--")
     names = [_name_pair(row).replace(", ", "\n") for row in rows]
     axes.set_xticks(range(len(rows)), names, fontsize=7)
     axes.set_ylim(0, 1)
