@@ -47,6 +47,13 @@ BOXES = {"gt": "annotated boxes", "online": "predicted boxes"}
 DIFFERENCE = "difference"  # of the second variant to the first, in the table
 
 
+class TaskPlan(Config, frozen=True):
+    """The runs of a task in every setting."""
+
+    encoders: tuple[str, ...]
+    overrides: tuple[str, ...] = ()
+
+
 class Setting(Config, frozen=True):
     """What the detector knows when a task begins, and what the task's pictures are."""
 
@@ -61,7 +68,7 @@ class Experiment(Config, frozen=True):
     """The content of configs/end_to_end/settings.yaml; overrides are `key=value` settings."""
 
     common: list[str]
-    pairs: dict[str, list[str]]  # task -> encoders
+    tasks: dict[str, TaskPlan]
     variants: dict[str, list[str]]  # two, of which the second is compared to the first
     detectors: dict[str, list[str]]  # name -> changes to configs/pairs/detector.yaml
     settings: dict[str, Setting]
@@ -98,9 +105,9 @@ class Timing(NamedTuple):
 @print_errors
 def main(argv: list[str] | None = None) -> int:
     experiment = decode(read_yaml(EXPERIMENT), Experiment, EXPERIMENT.name)
-    encoders = tuple(dict.fromkeys(itertools.chain.from_iterable(experiment.pairs.values())))
+    encoders = dict.fromkeys(itertools.chain.from_iterable(task.encoders for task in experiment.tasks.values()))
     parser = make_parser(__doc__)
-    for option, names in (("settings", experiment.settings), ("tasks", experiment.pairs), ("encoders", encoders)):
+    for option, names in (("settings", experiment.settings), ("tasks", experiment.tasks), ("encoders", encoders)):
         parser.add_argument(f"--{option}", nargs="+", choices=tuple(names), default=list(names), help="default: all")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument(
@@ -147,7 +154,7 @@ def plan(
     """Return the chosen runs: all runs of the first seed, then those of the next one."""
     cells = []
     for seed, setting, task in itertools.product(seeds, settings, tasks):
-        for encoder, variant in itertools.product(experiment.pairs[task], experiment.variants):
+        for encoder, variant in itertools.product(experiment.tasks[task].encoders, experiment.variants):
             if encoder in encoders:
                 cells.append(Cell(setting, task, encoder, variant, seed))
     return cells
@@ -184,7 +191,8 @@ def make_jobs(
         key = (cell.setting, cell.task, cell.encoder)
         config_file = config_folder / f"{'_'.join(key)}.yaml"
         if key not in configs:
-            changes = [f"data.root={output / 'data' / f'{setting.data}_{cell.task}'}", *experiment.common]
+            changes = [f"data.root={output / 'data' / f'{setting.data}_{cell.task}'}"]
+            changes += [*experiment.common, *experiment.tasks[cell.task].overrides]
             changes += [*setting.overrides, *setting.task_overrides.get(cell.task, ()), *overrides]
             configs[key] = make_config(folder, cell.task, cell.encoder, encoders[cell.encoder], changes)
             save_config(configs[key], config_file)
@@ -222,7 +230,7 @@ def collect(
             metrics = jobs[cell.name].metrics
             if key == (cell.setting, cell.task, cell.encoder) and metrics is not None:
                 runs[cell.variant][cell.seed] = metrics
-        finished = [metrics for by_seed in runs.values() for metrics in by_seed.values()]
+        finished = list(itertools.chain.from_iterable(by_seed.values() for by_seed in runs.values()))
         if not finished:
             continue
         setting, task, encoder = key

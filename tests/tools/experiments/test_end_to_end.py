@@ -14,12 +14,12 @@ from detector.errors import UserError
 from detector.io import read_yaml
 from e2e_vl.cli.run import train
 from e2e_vl.config_files import load_config
-from e2e_vl.registry import decode
+from e2e_vl.registry import DATASETS, decode
 from e2e_vl.run.build import resolve_config
 from tests.conftest import ROOT, TINY_DETECTOR, cpu_with_one_thread
 
 EXPERIMENT = decode(read_yaml(tool.EXPERIMENT), tool.Experiment, "experiment")
-ALL = {"settings": list(EXPERIMENT.settings), "tasks": list(EXPERIMENT.pairs), "encoders": ["vl_bert"]}
+ALL = {"settings": list(EXPERIMENT.settings), "tasks": list(EXPERIMENT.tasks), "encoders": ["vl_bert"]}
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,8 @@ def test_runs_differ_in_what_their_detector_knows_and_in_the_pictures(tmp_path):
         assert config.detector.weights == str(jobs[setting.detector].run / "model")
         assert jobs[cell.name].after == (jobs[setting.detector].run,)
         assert config.data.eval_splits == ["val", "test"]
-        assert config.eval.boxes == ["gt", "online"]
+        assert config.eval.boxes == (["gt"] if cell.task == "vcr" else ["gt", "online"])
+        assert set(DATASETS[cell.task].cls.box_sources).issuperset(config.eval.boxes)
         rendering = config.data.synthetic.config.rendering
         assert (rendering.noise == 8) == (cell.setting == "other_pictures")
         heads = config.detector.overrides["MODEL"].get("ROI_BOX_HEAD", {})
