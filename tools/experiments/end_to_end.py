@@ -266,7 +266,7 @@ def summarize(runs: Mapping[str, Mapping[int, Mapping[str, Any]]], metric: str) 
     """
     values: dict[str, dict[int, float]] = {}
     for variant, by_seed in runs.items():
-        values[variant] = {seed: metrics[metric] for seed, metrics in by_seed.items()}
+        values[variant] = {seed: metrics[metric] for seed, metrics in by_seed.items() if metric in metrics}
     first, second = values.values()
     values[DIFFERENCE] = {seed: second[seed] - first[seed] for seed in first if seed in second}
     summary = {}

@@ -33,7 +33,7 @@ def make_jobs(cells, folder, overrides=(), detector_overrides=()):
 
 def finish(job: compare.Job, value: float) -> None:
     job.run.mkdir()
-    names = [f"{split}/accuracy_{boxes}_boxes" for split in ("val", "test") for boxes in ("gt", "predicted")]
+    names = [f"{split}/accuracy_{boxes}_boxes" for split in ("val", "testA") for boxes in ("gt", "predicted")]
     metrics = {**dict.fromkeys(names, value), "steps": 600, "seconds_training": 300, "seconds": 360}
     (job.run / "metrics.json").write_text(json.dumps(metrics))
 
@@ -60,7 +60,7 @@ def test_runs_differ_in_what_their_detector_knows_and_in_the_pictures(tmp_path):
         assert config.detector.freeze == (cell.variant == "frozen")
         assert config.detector.weights == str(jobs[setting.detector].run / "model")
         assert jobs[cell.name].after == (jobs[setting.detector].run,)
-        assert config.data.eval_splits == ["val", "test"]
+        assert config.data.eval_splits == ["val", "testA"]
         assert config.eval.boxes == (["gt"] if cell.task == "vcr" else ["gt", "online"])
         assert set(DATASETS[cell.task].cls.box_sources).issuperset(config.eval.boxes)
         rendering = config.data.synthetic.config.rendering
@@ -99,7 +99,7 @@ def test_the_table_has_differences_of_the_same_seeds_and_the_time_of_what_is_lef
     assert "## The detector was taught classes only" in lines
     assert "| | frozen | trained | difference | best shortcut | steps | minutes |" in lines
     cells_of_row = "0.550 ± 0.071 | 0.800 ± 0.100 | +0.250 ± 0.071 | 0.300 | 600 | 25"
-    assert f"| VQA, vl_bert, test, annotated boxes | {cells_of_row} |" in lines
+    assert f"| VQA, vl_bert, testA, annotated boxes | {cells_of_row} |" in lines
     steps = 6 * 600 + 2400  # half a second each, and a minute beside it per run
     hours = (steps / 2 + 7 * 60) / 2 / 3600
     sentence = tool.describe_time(cells, jobs, configs, [tmp_path], 2)
@@ -131,7 +131,7 @@ def test_real_runs_of_every_setting(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "runs"
     words = ["--output", str(folder), "--configs", str(ROOT / "configs" / "tiny"), "--tasks", "refcoco"]
     words += ["--encoders", "vl_bert", "--seeds", "0", "--set", TINY_DETECTOR, "train.max_steps=2"]
-    words += ["data.synthetic.scenes={train: 8, val: 3, test: 3}", "data.synthetic.formats=[refcoco+,detections]"]
+    words += ["data.synthetic.scenes={train: 8, val: 3, testA: 3}", "data.synthetic.formats=[refcoco+,detections]"]
     words += ["data.boxes.train=gt", "eval.report_pictures=0", "eval.every_epochs=0"]
     assert tool.main(words) == 0
     assert len(calls) == 6
