@@ -19,6 +19,7 @@ unfinished runs need is estimated from the seconds per step of finished ones.
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import statistics
 import textwrap
@@ -36,7 +37,7 @@ from compare import Job, add_common_options, made_by, markdown_table, mean_and_s
 from detector.io import read_json, read_yaml
 from e2e_vl.cli.main import make_parser, print_errors
 from e2e_vl.config import RunConfig
-from e2e_vl.config_files import save_config
+from e2e_vl.config_files import load_config, save_config
 from e2e_vl.metrics.baselines import CHANCE, read_baselines
 from e2e_vl.registry import Config, decode
 from e2e_vl.run.metric_names import MetricName
@@ -88,6 +89,9 @@ class Cell(NamedTuple):
         return f"{self.setting}_{self.task}_{self.encoder}_{self.variant}_{self.seed}"
 
 
+Kind = tuple[str, str, str]  # task, encoder and variant
+
+
 class Timing(NamedTuple):
     """How long a finished run took."""
 
@@ -129,14 +133,14 @@ def main(argv: list[str] | None = None) -> int:
     if args.dry_run:
         unfinished = [job for job in jobs.values() if job.metrics is None]
         print("\n".join(" ".join(job.command(args.launch)) for job in unfinished))
-    print(describe_time(cells, jobs, configs, folders, args.jobs))
+    print(describe_time(cells, jobs, folders, args.jobs))
     if args.dry_run:
         return 0
     try:
         run_jobs(list(jobs.values()), launch=args.launch, parallel=args.jobs, keep_going=True)
     finally:  # the table has the finished runs even after a failure
         results = collect(experiment, cells, jobs, configs)
-        time = describe_time(cells, jobs, configs, folders, args.jobs)
+        time = describe_time(cells, jobs, folders, args.jobs)
         lines = [*as_markdown(experiment, results), time, "", made_by(__file__, argv)]
         write_table(args.output / "end_to_end", results, lines)
         if results:
@@ -351,43 +355,47 @@ def _draw_bars(axes: Axes, variants: Sequence[str], rows: Sequence[Mapping[str, 
     axes.set_ylim(0, 1)
 
 
-def describe_time(
-    cells: Sequence[Cell],
-    jobs: Mapping[str, Job],
-    configs: Mapping[tuple[str, str, str], RunConfig],
-    folders: Sequence[Path],
-    parallel: int,
-) -> str:
-    """Return a sentence with the time that the unfinished runs of tasks need, from the speed of finished ones.
+def describe_time(cells: Sequence[Cell], jobs: Mapping[str, Job], folders: Sequence[Path], parallel: int) -> str:
+    """Return a sentence with the time that the unfinished runs need, from the speed of finished ones.
 
     Args:
         folders: outputs of this tool, whose finished runs are measured.
         parallel: number of runs in parallel, in which the finished ones were trained, too.
     """
-    timings: dict[Cell, Timing] = {}
-    for cell, folder in itertools.product(cells, folders):
-        path = folder / cell.name / "metrics.json"
+    kinds: dict[str, Kind] = dict.fromkeys(jobs, (DETECTOR, "", ""))
+    for cell in cells:
+        kinds[cell.name] = (cell.task, cell.encoder, cell.variant)
+    timings: list[tuple[Kind, Timing]] = []
+    for (name, kind), folder in itertools.product(kinds.items(), folders):
+        path = folder / name / "metrics.json"
         if path.is_file():
-            timings[cell] = Timing.read(path)
-    unfinished = [cell for cell in cells if jobs[cell.name].metrics is None]
-    count = f"{len(cells) - len(unfinished)} of {len(cells)} runs are finished"
+            timings.append((kind, Timing.read(path)))
+    unfinished = [name for name, job in jobs.items() if job.metrics is None]
+    count = f"{len(jobs) - len(unfinished)} of {len(jobs)} runs are finished"
     if not unfinished or not timings:
         return f"{count}."
     seconds = 0.0
-    for cell in unfinished:
-        similar = most_similar(cell, timings)
-        steps = configs[cell.setting, cell.task, cell.encoder].train.max_steps
+    for name in unfinished:
+        steps = count_steps(load_config(jobs[name].config, jobs[name].all_overrides))
+        similar = most_similar(kinds[name], timings)
         seconds += steps * statistics.mean(timing.seconds_per_step for timing in similar)
         seconds += statistics.mean(timing.other_seconds for timing in similar)
-    hours = seconds / parallel / 3600
-    return f"{count}; the others need about {hours:.1f} hours with {parallel} in parallel, without the detectors."
+    return f"{count}; the others need about {seconds / parallel / 3600:.1f} hours with {parallel} in parallel."
 
 
-def most_similar(cell: Cell, timings: Mapping[Cell, Timing]) -> list[Timing]:
-    """Return the timings of the runs that are most like a cell; the setting and the seed hardly matter."""
-    likeness = {other: sum(map(operator.eq, cell[1:4], other[1:4])) for other in timings}
-    closest = max(likeness.values())
-    return [timings[other] for other, value in likeness.items() if value == closest]
+def count_steps(config: RunConfig) -> int:
+    """Return the number of steps of a run on drawn scenes that all have texts."""
+    if config.train.max_steps is not None:
+        return config.train.max_steps
+    scenes = config.data.synthetic.scenes[config.data.train_split]
+    return math.ceil(config.train.epochs * scenes / config.train.images_per_batch)
+
+
+def most_similar(kind: Kind, timings: Sequence[tuple[Kind, Timing]]) -> list[Timing]:
+    """Return the timings of the runs that are most like a kind; their setting and seed hardly matter."""
+    likeness = [sum(map(operator.eq, kind, other)) for other, _ in timings]
+    closest = max(likeness)
+    return [timing for (_, timing), value in zip(timings, likeness, strict=True) if value == closest]
 
 
 if __name__ == "__main__":

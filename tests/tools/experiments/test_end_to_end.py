@@ -79,7 +79,7 @@ def test_runs_differ_in_what_their_detector_knows_and_in_the_pictures(tmp_path):
 def test_the_table_has_differences_of_the_same_seeds_and_the_time_of_what_is_left(tmp_path, monkeypatch, capsys):
     cells = tool.plan(EXPERIMENT, ["all_taught", "classes_only"], ["vqa"], ["vl_bert"], [0, 1, 2])
     jobs, configs = make_jobs(cells, tmp_path)
-    assert tool.describe_time(cells, jobs, configs, [tmp_path], 1) == "0 of 12 runs are finished."
+    assert tool.describe_time(cells, jobs, [tmp_path], 1) == "0 of 14 runs are finished."
     assert tool.as_markdown(EXPERIMENT, tool.collect(EXPERIMENT, cells, jobs, configs))[0] == "No run is finished yet."
     for name, value in (
         ("frozen_0", 0.5),
@@ -100,22 +100,22 @@ def test_the_table_has_differences_of_the_same_seeds_and_the_time_of_what_is_lef
     assert "| | frozen | trained | difference | best shortcut | steps | minutes |" in lines
     cells_of_row = "0.550 ± 0.071 | 0.800 ± 0.100 | +0.250 ± 0.071 | 0.300 | 600 | 25"
     assert f"| VQA, vl_bert, testA, annotated boxes | {cells_of_row} |" in lines
-    steps = 6 * 600 + 2400  # half a second each, and a minute beside it per run
-    hours = (steps / 2 + 7 * 60) / 2 / 3600
-    sentence = tool.describe_time(cells, jobs, configs, [tmp_path], 2)
-    assert f"5 of 12 runs are finished; the others need about {hours:.1f} hours" in sentence
+    steps = 6 * 600 + 2400 + 2 * 1125  # half a second each, and a minute beside it per run
+    hours = (steps / 2 + 9 * 60) / 2 / 3600
+    sentence = f"5 of 14 runs are finished; the others need about {hours:.1f} hours with 2 in parallel."
+    assert tool.describe_time(cells, jobs, [tmp_path], 2) == sentence
     words = ["--output", str(tmp_path / "other"), "--dry-run", "--timed", str(tmp_path)]
     assert tool.main([*words, "--tasks", "vqa", "--seeds", "0"]) == 0
     printed = capsys.readouterr().out
     assert printed.count("train.py") == 6 + 2
-    assert "0 of 6 runs are finished; the others need about" in printed
+    assert "0 of 8 runs are finished; the others need about" in printed
 
 
 def test_the_closest_runs_give_the_time():
-    frozen, trained = (tool.Cell("all_taught", "vqa", "vl_bert", variant, 0) for variant in ("frozen", "trained"))
-    timings = {frozen: tool.Timing(1.0, 0.0), trained: tool.Timing(2.0, 0.0)}
-    assert tool.most_similar(tool.Cell("other_pictures", "vqa", "vl_bert", "trained", 2), timings) == [(2.0, 0.0)]
-    assert len(tool.most_similar(tool.Cell("all_taught", "vcr", "lxmert", "both", 0), timings)) == 2
+    frozen = (("vqa", "vl_bert", "frozen"), tool.Timing(1.0, 0.0))
+    trained = (("vqa", "vl_bert", "trained"), tool.Timing(2.0, 0.0))
+    assert tool.most_similar(("refcoco", "vl_bert", "trained"), [frozen, trained]) == [(2.0, 0.0)]
+    assert len(tool.most_similar((tool.DETECTOR, "", ""), [frozen, trained])) == 2
 
 
 def test_real_runs_of_every_setting(tmp_path, monkeypatch, capsys):
