@@ -46,6 +46,7 @@ class AnnotatedObjects:
     names: tuple[str, ...] | None = None  # G class names; None where they are unknown
     # G lists of float64 [points, 2] outlines (x, y); None where they are unknown
     outlines: Sequence[list[np.ndarray]] | None = None
+    attribute_names: Sequence[str] | None = None  # of the attributes, by their number; None: unknown
 
     def __len__(self) -> int:
         return len(self.boxes)

@@ -265,7 +265,7 @@ def draw_head_figure(results: AnalysisResults, graph: str, measure: str, labels:
         colour, style = STYLES[name]
         handles.append(Line2D([], [], color=colour, linestyle=style, label=name))
     figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
-    return _encode_png(figure)
+    return encode_png(figure)
 
 
 def _plot_panel(axes: Axes, results: AnalysisResults, key: MeasureKey, top: float) -> None:
@@ -311,7 +311,7 @@ def _plot_panel(axes: Axes, results: AnalysisResults, key: MeasureKey, top: floa
         )
 
 
-def _encode_png(figure: Figure) -> bytes:
+def encode_png(figure: Figure) -> bytes:
     """Return the content of a PNG file."""
     buffer = io.BytesIO()
     FigureCanvasAgg(figure).print_png(buffer)
@@ -336,7 +336,7 @@ def draw_maps(titles: Sequence[str], rows: Sequence[str], columns: Sequence[str]
         axes.set_yticks(range(len(rows)), rows, fontsize=8, parse_math=False)
         axes.set_title(title, fontsize=9, parse_math=False)
         axes.set_ylabel("attends", fontsize=8)
-    return _encode_png(figure)
+    return encode_png(figure)
 
 
 # Pictures of the attention of chosen heads: coloured regions on the image, and maps of words to words and to objects.

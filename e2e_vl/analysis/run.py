@@ -27,7 +27,7 @@ from e2e_vl.analysis.results import (
     parse_heads,
     write_tables,
 )
-from e2e_vl.config import BoxSource, RunConfig
+from e2e_vl.config import BoxSource, DataConfig, RunConfig
 from e2e_vl.config_files import load_config
 from e2e_vl.data.base import open_options
 from e2e_vl.data.batching import EncodedDataset
@@ -210,12 +210,12 @@ def write_results(
     write_page(folder / RESULTS_PAGE, results, figures, overlays)
 
 
-def check_results_folder(folder: Path) -> None:
-    """Raise an error unless the folder is new or contains an earlier analysis only."""
+def check_results_folder(folder: Path, patterns: Sequence[str] = RESULT_FILES) -> None:
+    """Raise an error unless the folder is new or contains an earlier analysis only, whose files match `patterns`."""
     other_names = []
     if folder.is_dir():
         for path in folder.iterdir():
-            if not any(fnmatch.fnmatchcase(path.name, pattern) for pattern in RESULT_FILES):
+            if not any(fnmatch.fnmatchcase(path.name, pattern) for pattern in patterns):
                 other_names.append(path.name)
     if folder.is_file() or other_names:
         raise UserError(f"{folder} contains files that are not from an analysis; choose another --output.")
@@ -236,7 +236,11 @@ def split_overrides(overrides: Sequence[str], *, has_data: bool) -> tuple[list[s
 
 def replace_data(config: RunConfig, path: Path, overrides: list[str]) -> RunConfig:
     """Replace the data of a run's config by those of another config, except for `RUN_SETTINGS`."""
-    data = load_config(path, [*overrides, "output=unused"]).data
+    return use_data(config, load_config(path, [*overrides, "output=unused"]).data)
+
+
+def use_data(config: RunConfig, data: DataConfig) -> RunConfig:
+    """Return the settings of a run with other data, except for `RUN_SETTINGS`."""
     run_settings = {name: getattr(config.data, name) for name in RUN_SETTINGS}
     return msgspec.structs.replace(config, data=msgspec.structs.replace(data, **run_settings))
 

@@ -100,6 +100,7 @@ COMMANDS = {
     "extract": ("extract:main", "extract regions and features from one or many images"),
     "import-features": ("import_features:main", "convert published region features"),
     "analyze-attention": ("analyze_attention:main", "measure what attention heads ground"),
+    "probe": ("probe:main", "measure what region features know, and their gradients"),
     "convert": ("convert:main", "convert published weights, or export a trained run to an official format"),
     "convert-annotations": ("convert_annotations:main", "convert the export of an annotation tool to training data"),
     "export": ("export:main", "export detector and encoder with torch.export"),

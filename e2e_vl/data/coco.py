@@ -218,6 +218,7 @@ class CocoInstances:
             classes=np.array(classes, dtype=np.int64),
             is_crowd=np.array([annotation.is_crowd for annotation in objects], dtype=bool),
             attributes=attributes,
+            attribute_names=self.attribute_names or None,
             ids=tuple(annotation.id for annotation in objects),
             names=tuple(self.class_names[class_index] for class_index in classes),
         )

@@ -65,6 +65,8 @@ class Encoder(PreTrainedModel):
     abilities: ClassVar[frozenset[Ability]] = frozenset()  # abilities with any config
     # whether it has parameters without a gradient where a task does not read all of words, regions and summary
     has_optional_outputs: ClassVar[bool] = False
+    # names of the modules that turn region features into vectors of its layers, for reports
+    region_modules: ClassVar[tuple[str, ...]] = ()
     # attribute of `embeddings` with the word embeddings [V, E]; `get_input_embeddings` returns it
     _input_embed_layer = "word_embeddings"
     # classes of modules that are initialised by their `reset_parameters`

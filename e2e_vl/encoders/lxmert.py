@@ -376,6 +376,7 @@ class LxmertEncoder(Encoder):
     base_model_prefix = "lxmert"
     supports_gradient_checkpointing = True
     has_optional_outputs = True
+    region_modules = ("encoder.visn_fc",)
     _supports_sdpa = True
     _no_split_modules = ("SelfAttentionLayer", "CrossModalityLayer")
     abilities = frozenset(

@@ -144,6 +144,7 @@ class VisualBertEncoder(Encoder):
     _supports_sdpa = True
     _no_split_modules = ("BertLayerWithAttentions",)
     layout = TextLayout(question=ANSWER_BEFORE_END)
+    region_modules = ("embeddings.visual_projection",)
     abilities = frozenset(
         {
             Ability.SUMMARY_OF_SINGLE,

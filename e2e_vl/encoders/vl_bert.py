@@ -313,6 +313,7 @@ class VLBertModel(Encoder):
         ScalarFactor,
         *GEOMETRY_LAYERS,
     )
+    region_modules = ("embeddings.region_projection", "embeddings.region_visual")
     abilities = frozenset({Ability.SUMMARY_OF_QUESTION, Ability.WORD_EMBEDDINGS, Ability.INTERMEDIATE_STATES})
 
     def __init__(self, config: PretrainedVLBertConfig):

@@ -121,7 +121,43 @@ def load_model(
         if word.partition("=")[0] in START_SETTINGS:
             raise UserError(f"{word}: a trained model includes its detector and weights; leave this setting out.")
     # phrases.weights without phrases.weight is an error, and an override may set the latter to 0
-    overrides = [*(overrides or []), "phrases.weights=null"]
+    config = _use_saved_files(folder, [*(overrides or []), "phrases.weights=null"])
+    config = replace(
+        config,
+        encoder=replace(config.encoder, weights=None, fallback_weights=None),
+        task=replace(config.task, weights=None, fallback_weights=None),
+    )
+    tokenizer = load_tokenizer(str(folder / "tokenizer"))
+    # the returned settings keep detector.weights: `proposes_at_random` needs it
+    unloaded = replace(config, detector=replace(config.detector, weights=None))
+    num_classes = read_detector_config(unloaded.detector).roi_heads.num_classes
+    class_names = read_class_names(folder / "detector", num_classes)
+    model = build_model(unloaded, vocab_size=len(tokenizer), tokenizer=tokenizer, class_names=class_names)
+    for name, module in _saved_modules(model).items():
+        file = folder / name / "model.safetensors"
+        load_weights(module, read_tensors(file), file)
+    return config, model.eval(), tokenizer
+
+
+def load_initial_model(folder: Path) -> tuple[RunConfig, VisionLanguageModel, PreTrainedTokenizerBase]:
+    """Build the model that a saved one was trained from: with its initial weights, or the same random ones.
+
+    Raises:
+        MissingFileError: the weights that it started from are not there any more.
+    """
+    folder = find_model_folder(folder)
+    config = _use_saved_files(folder)
+    tokenizer = load_tokenizer(str(folder / "tokenizer"))
+    num_classes = read_detector_config(config.detector).roi_heads.num_classes
+    class_names = read_class_names(folder / "detector", num_classes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer, class_names=class_names)
+    return config, model.eval(), tokenizer
+
+
+def _use_saved_files(folder: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the settings of a saved model, with the detector's settings and the answers that lie beside it."""
     config = load_saved_config(folder, overrides)
     changes = parse_overrides(word for word in overrides if word.startswith("detector.overrides."))
     detector = replace(
@@ -130,22 +166,7 @@ def load_model(
         overrides=changes.get("detector", {}).get("overrides", {}),
     )
     settings = _with_answers(config, folder / "task" / ANSWERS_FILE)
-    config = replace(
-        config,
-        detector=detector,
-        encoder=replace(config.encoder, weights=None, fallback_weights=None),
-        task=replace(config.task, weights=None, fallback_weights=None, config=settings),
-    )
-    tokenizer = load_tokenizer(str(folder / "tokenizer"))
-    # the returned settings keep detector.weights: `proposes_at_random` needs it
-    unloaded = replace(config, detector=replace(detector, weights=None))
-    num_classes = read_detector_config(unloaded.detector).roi_heads.num_classes
-    class_names = read_class_names(folder / "detector", num_classes)
-    model = build_model(unloaded, vocab_size=len(tokenizer), tokenizer=tokenizer, class_names=class_names)
-    for name, module in _saved_modules(model).items():
-        file = folder / name / "model.safetensors"
-        load_weights(module, read_tensors(file), file)
-    return config, model.eval(), tokenizer
+    return replace(config, detector=detector, task=replace(config.task, config=settings))
 
 
 def _saved_modules(model: VisionLanguageModel) -> dict[str, nn.Module]:

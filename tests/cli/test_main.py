@@ -49,6 +49,7 @@ REQUIRED = {
     "extract": "x --output x",
     "import-features": "ban x --ids x --output x",
     "analyze-attention": "--run x",
+    "probe": "--run x",
     "convert": "x --output x",
     "convert-annotations": "x --output x",
     "export": "--run x --output x",
