@@ -33,11 +33,13 @@ from detector.structures import Detector, ImageBoxes
 from e2e_vl.analysis.gradients import PYRAMID, StageGradient, measure_gradients, trunk_stages
 from e2e_vl.analysis.linear_probe import Label, fit_probes, read_labels
 from e2e_vl.analysis.probe_report import (
+    REGION_FEATURE,
     RESULT_FILES,
     RESULTS_FOLDER,
     GradientRow,
     ProbeResults,
     ProbeRow,
+    spread,
     write_results,
 )
 from e2e_vl.analysis.run import check_results_folder, replace_data, split_overrides, use_data
@@ -59,7 +61,6 @@ from e2e_vl.transforms import LoadedImage
 
 logger = logging.getLogger(__name__)
 
-REGION_FEATURE = "region feature"  # the depth of what the detector gives to the encoder
 POOLED_SIDE = 7  # of the map that is pooled over a box before its mean
 
 
@@ -73,7 +74,7 @@ class ProbeArguments:
     data: Path | None = None  # config with the data to read; None: those of the first run
     max_images: int | None = 400
     max_checkpoints: int = 8  # of each run
-    gradient_batches: int = 4  # 0: no gradients
+    gradient_batches: int = 8  # 0: no gradients
     overrides: tuple[str, ...] = ()
 
     @property
@@ -106,7 +107,7 @@ def list_models(run: Path, config: RunConfig, limit: int) -> list[Checkpoint]:
     """List the models of a run by step: the one that it started from, its checkpoints, its best and its last one.
 
     Args:
-        limit: maximum number; the first and the last one stay, and the others are spread evenly.
+        limit: maximum number; the last one stays, then the first one, and the others are spread evenly.
     """
     last = find_model_folder(run)
     by_step = {0: Checkpoint(run, 0, None)}
@@ -124,8 +125,7 @@ def list_models(run: Path, config: RunConfig, limit: int) -> list[Checkpoint]:
         last_step = read_json(metrics, dict[str, Any]).get("steps", last_step)
     by_step.setdefault(last_step, Checkpoint(run, last_step, last))
     models = [by_step[step] for step in sorted(by_step)]
-    rows = np.linspace(0, len(models) - 1, min(limit, len(models))).round().astype(int)
-    return [models[row] for row in sorted({*rows.tolist(), len(models) - 1})]
+    return models[-1:] if limit == 1 else spread(models, limit)
 
 
 # The annotated boxes of a split
@@ -446,6 +446,7 @@ class Diagnosis:
             batches = []
             for requests in itertools.islice(sampler, self.args.gradient_batches):
                 batches.append(collate([examples[request] for request in requests], canvas=config.data.canvas))
+            self.results.gradient_batches = len(batches)
             return batches
         except (MissingFileError, UserError) as error:
             self.note(f"There are no gradients, because the training data cannot be read: {error}")

@@ -16,6 +16,7 @@ from detector.io import write_json
 from e2e_vl.analysis.results import encode_png, write_csv
 from e2e_vl.run.report import data_uri, render, typed_command
 
+REGION_FEATURE = "region feature"  # the depth of what the detector gives to the encoder
 RESULTS_FOLDER = "probe"  # of a run directory
 RESULTS_PAGE = "probe.html"
 RESULT_FILES = (RESULTS_PAGE, "probe.json", "probe.csv", "gradients.csv", "accuracy_*.png", "gradients.png")
@@ -23,7 +24,6 @@ RESULT_FILES = (RESULTS_PAGE, "probe.json", "probe.csv", "gradients.csv", "accur
 PANELS_PER_ROW = 2
 COLOURS = ("#1f5fa8", "#b3261e", "#0a7d32", "#8a5a00", "#6a3fa0", "#00838f", "#666666")
 LINE_STYLES = ("-", "--", "-.", ":")  # of runs
-MAX_CURVES = 6  # depths in a panel over steps
 MAX_MODELS = 6  # of a run in the picture of gradients
 LIGHT = 0.35  # opacity of the first model of a run
 CHANCE = "#666666"
@@ -72,6 +72,7 @@ class ProbeResults:
     labels: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # label -> its values
     probes: list[ProbeRow] = dataclasses.field(default_factory=list)
     gradients: list[GradientRow] = dataclasses.field(default_factory=list)
+    gradient_batches: int = 0  # whose gradients were measured
     notes: list[str] = dataclasses.field(default_factory=list)  # what could not be measured, and why
 
     def probed_labels(self) -> list[str]:
@@ -278,16 +279,13 @@ def draw_gradients(results: ProbeResults) -> bytes:
             steps = sorted({row.step for row in results.gradients if row.run == run})
             steps = spread(steps, MAX_MODELS)
             for position, step in enumerate(steps):
-                points = []
+                values = [math.nan] * len(stages)  # a gap where there is no gradient
                 for row in results.gradients_of(run, step):
-                    value = getattr(row, name)
-                    if value is not None and (value > 0 or name == "agreement"):
-                        points.append((stages.index(row.stage), value))
-                if not points:
-                    continue
+                    values[stages.index(row.stage)] = getattr(row, name) or math.nan
                 opacity = LIGHT + (1 - LIGHT) * (position + 1) / len(steps)
                 axes.plot(
-                    *zip(*points, strict=True),
+                    range(len(stages)),
+                    values,
                     marker="o",
                     markersize=3,
                     color=colour_of(number),
@@ -296,11 +294,12 @@ def draw_gradients(results: ProbeResults) -> bytes:
                 )
         if name == "agreement":
             axes.set_ylim(0, 1.05)
+            axes.axhline(results.gradient_batches**-0.5, color=CHANCE, linestyle=":", linewidth=1.2, label="chance")
         else:
             axes.set_yscale("log")
         axes.set_xticks(range(len(stages)), stages, rotation=40, ha="right")
         axes.set_title(MEASURES[name], fontsize=FONT + 1)
-        axes.tick_params(labelsize=FONT)
+        axes.tick_params(labelsize=FONT, which="both")
         axes.grid(alpha=0.25)
     add_legend(figure, panels.values())
     return encode_png(figure)
@@ -334,8 +333,9 @@ def add_legend(figure: Figure, panels: Sequence[Axes]) -> None:
 
 
 def choose_curves(depths: Sequence[str]) -> list[str]:
-    """Choose the depths that are drawn over steps: the last ones, or, of many, some spread evenly."""
-    return spread(depths, MAX_CURVES)
+    """Choose the depths that are drawn over steps: some of the backbone, the region feature, the encoder's ends."""
+    border = depths.index(REGION_FEATURE)
+    return [*spread(depths[:border], 3), REGION_FEATURE, *spread(depths[border + 1 :], 2)]
 
 
 def spread(values: Sequence[Any], limit: int) -> list[Any]:

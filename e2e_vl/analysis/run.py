@@ -242,7 +242,8 @@ def replace_data(config: RunConfig, path: Path, overrides: list[str]) -> RunConf
 def use_data(config: RunConfig, data: DataConfig) -> RunConfig:
     """Return the settings of a run with other data, except for `RUN_SETTINGS`."""
     run_settings = {name: getattr(config.data, name) for name in RUN_SETTINGS}
-    return msgspec.structs.replace(config, data=msgspec.structs.replace(data, **run_settings))
+    evaluation = msgspec.structs.replace(config.eval, boxes=[])  # the other data may lack the boxes of the run
+    return msgspec.structs.replace(config, data=msgspec.structs.replace(data, **run_settings), eval=evaluation)
 
 
 def caption_examples(

@@ -36,11 +36,11 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
         help="config with the data to use instead of the first run's; images are resized as in each run",
     )
     images_help = "use only this many images of the split (default: 400)"
-    parser.add_argument("--max-images", type=positive, default=400, metavar="N", help=images_help)
+    parser.add_argument("--max-images", type=positive, default=800, metavar="N", help=images_help)
     models_help = "use only this many models of each run, spread evenly over its steps (default: 8)"
     parser.add_argument("--max-checkpoints", type=positive, default=8, metavar="N", help=models_help)
-    batches_help = "training batches whose gradients are measured; 0: none (default: 4)"
-    parser.add_argument("--gradient-batches", type=int, default=4, metavar="N", help=batches_help)
+    batches_help = "training batches whose gradients are measured; 0: none (default: 8)"
+    parser.add_argument("--gradient-batches", type=int, default=8, metavar="N", help=batches_help)
     parser.add_argument("--output", type=Path, help="output folder (default: RUN/probe of the first run)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as data.root=DIR")
     return parser
