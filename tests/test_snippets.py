@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torchvision.models import detection
 from transformers import BertConfig, BertModel
 
-from e2e_vl.cli import analyze_attention, ask, convert_annotations, explore, run
+from e2e_vl.cli import analyze_attention, ask, convert_annotations, explore, probe, run
 from e2e_vl.text import build_vocabulary
 
 ROOT = Path(__file__).parents[1]
@@ -101,6 +101,7 @@ def run_command(command: str, placeholders: dict[str, str]) -> None:
         # a server, and a run that no page makes: their own tests run them, here only the options are read
         "e2e-vl explore": lambda: int(not explore.build_parser().parse_args(options)),
         "e2e-vl analyze-attention": lambda: int(not analyze_attention.build_parser().parse_args(options)),
+        "e2e-vl probe": lambda: int(not probe.build_parser().parse_args(options)),
         "tools/experiments/pairs.py": lambda: run_tool([program, *options, "--dry-run"]),
         "tools/benchmark.py": lambda: run_tool([program, *options, "--repetitions", "1"]),
     }
