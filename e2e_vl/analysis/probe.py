@@ -3,6 +3,12 @@
 The detector describes annotated boxes in evaluation mode, and the encoder reads them with the first text about each
 image. Linear probes then read the labels of the objects off the features: of each stage of the backbone (its map,
 pooled over the box), of the region feature that goes to the encoder, and of the encoder's states of the region.
+Where phrases name annotated boxes, others read the labels of the named object off the phrase's words: off their
+embeddings, and off the encoder's states of them.
+
+Shape legend: see `e2e_vl/structures.py`; and here
+    J  boxes of all images, joined
+    P  phrases that name one of these boxes; a whole text may be one
 """
 
 from __future__ import annotations
@@ -19,9 +25,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
-from torchvision.ops import roi_align
+from torchvision.ops import box_iou, roi_align
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
@@ -36,13 +42,14 @@ from e2e_vl.analysis.probe_report import (
     REGION_FEATURE,
     RESULT_FILES,
     RESULTS_FOLDER,
+    WORDS,
     GradientRow,
     ProbeResults,
     ProbeRow,
     spread,
     write_results,
 )
-from e2e_vl.analysis.run import check_results_folder, replace_data, split_overrides, use_data
+from e2e_vl.analysis.run import check_results_folder, replace_data, split_overrides, use_data, with_phrases
 from e2e_vl.config import BoxSource, RunConfig
 from e2e_vl.data.base import DataNeeds, VLDataset, open_options
 from e2e_vl.data.batching import BatchLoader, EncodedDataset, GroupedBatchSampler, Request, collate
@@ -56,12 +63,15 @@ from e2e_vl.run.checkpoint import list_checkpoints, load_initial_model, load_mod
 from e2e_vl.run.devices import default_device
 from e2e_vl.samples import AnnotatedObjects, Sample, SampleText
 from e2e_vl.structures import Ability, Batch
+from e2e_vl.targets import Ragged
+from e2e_vl.tasks.phrase_head import MIN_IOU, phrase_states
 from e2e_vl.terminal import lasting_output
 from e2e_vl.transforms import LoadedImage
 
 logger = logging.getLogger(__name__)
 
 POOLED_SIDE = 7  # of the map that is pooled over a box before its mean
+TEXTS_PER_IMAGE = 8  # at most, of data with phrases; of other data the first one is read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +82,7 @@ class ProbeArguments:
     split: str = "val"
     output: Path | None = None  # None: a folder of the first run
     data: Path | None = None  # config with the data to read; None: those of the first run
-    max_images: int | None = 400
+    max_images: int | None = 800
     max_checkpoints: int = 8  # of each run
     gradient_batches: int = 8  # 0: no gradients
     overrides: tuple[str, ...] = ()
@@ -154,7 +164,7 @@ class ProbedBoxes:
 
     dataset: VLDataset
     examples: EncodedDataset
-    requests: list[list[Request]]  # of each batch: an image with its first text
+    requests: list[list[Request]]  # of each batch: an image with its first text, or several with phrases
     reads_texts: bool  # the model reads the texts of the data
 
     def objects(self) -> list[AnnotatedObjects]:
@@ -200,7 +210,7 @@ def open_boxes(
     dataset_class = DATASETS[config.data.name].cls
     if BoxSource.GT in dataset_class.box_sources:
         boxes = BoxSource.GT
-        dataset = open_split(config, split, boxes, training=False)
+        dataset = open_split(with_phrases(config), split, boxes, training=False)
     else:
         boxes = BoxSource.ONLINE
         files, options = open_options(dataset_class, config.data)
@@ -208,22 +218,56 @@ def open_boxes(
     loader = build_loader(config, model, dataset, boxes)
     text_tokenizer = build_text_tokenizer(config, model, tokenizer)
     reads_texts = reads_texts and model.encoder.lacks(Ability.INTERMEDIATE_STATES) is None
+    reads_phrases = reads_texts and dataset.has_phrases
+    text_tokenizer = dataclasses.replace(text_tokenizer, with_phrase_spans=reads_phrases)
     preprocessor = model.task.preprocessor(text_tokenizer) if reads_texts else WithoutTexts(text_tokenizer)
     examples = EncodedDataset(dataset, loader, preprocessor, seed=config.seed)
-    groups = [list(texts[:1]) for texts in dataset.groups if len(texts)]
+    texts_per_image = TEXTS_PER_IMAGE if reads_phrases else 1
+    groups = [list(texts[:texts_per_image]) for texts in dataset.groups if len(texts)]
     sampler = GroupedBatchSampler(groups[:max_images], config.eval.images_per_batch, shuffle=False)
     return ProbedBoxes(dataset, examples, list(sampler), reads_texts)
 
 
-# Features of boxes at every depth
+# Features of boxes and words at every depth
+
+
+@dataclasses.dataclass
+class Features:
+    """Features by the name of their depth, from the stem to the last layer of the encoder."""
+
+    boxes: dict[str, Float[Tensor, "J _D"]]
+    words: dict[str, Float[Tensor, "P _E"]]  # mean over the words of each phrase
+    named_rows: Int64[Tensor, " P"]  # which of the J boxes each phrase names
+
+    def on_cpu(self) -> Features:
+        """Return a copy in float32 on the CPU."""
+        boxes = {depth: values.float().cpu() for depth, values in self.boxes.items()}
+        words = {depth: values.float().cpu() for depth, values in self.words.items()}
+        return Features(boxes, words, self.named_rows.cpu())
+
+    @classmethod
+    def join(cls, parts: Sequence[Features]) -> Features:
+        """Join the features of several batches."""
+        boxes = {}
+        for depth in parts[0].boxes:
+            boxes[depth] = torch.cat([part.boxes[depth] for part in parts])
+        words = {}
+        for depth in parts[0].words:
+            words[depth] = torch.cat([part.words[depth] for part in parts])
+        named_rows = []
+        first_row = 0
+        for part in parts:
+            named_rows.append(first_row + part.named_rows)
+            first_row += len(part.boxes[REGION_FEATURE])
+        return cls(boxes, words, torch.cat(named_rows))
 
 
 def collect_features(
     config: RunConfig, model: VisionLanguageModel, boxes: ProbedBoxes, objects: Sequence[AnnotatedObjects], *, name: str
-) -> dict[str, Float[Tensor, "rows _D"]]:
-    """Return the features of all boxes at every depth of a model, from the stem to its last layer, on the CPU."""
+) -> Features:
+    """Return the features of all boxes, and of the words that name them, at every depth of a model, on the CPU."""
     device = next(model.parameters()).device
-    rows: dict[str, list[Tensor]] = {}
+    parts = []
     join = functools.partial(collate, canvas=config.data.canvas)
     loader = BatchLoader(boxes.examples, boxes.requests, join, workers=config.data.workers)
     image = 0
@@ -234,9 +278,8 @@ def collect_features(
                 batch, boxes=boxes_of_objects(batch, objects[image : image + len(batch.images)])
             )
         image += len(batch.images)
-        for depth, features in describe_batch(model, batch.to(device), reads_texts=boxes.reads_texts).items():
-            rows.setdefault(depth, []).append(features.float().cpu())
-    return {depth: torch.cat(parts) for depth, parts in rows.items()}
+        parts.append(describe_batch(model, batch.to(device), reads_texts=boxes.reads_texts).on_cpu())
+    return Features.join(parts)
 
 
 def boxes_of_objects(batch: Batch, objects: Sequence[AnnotatedObjects]) -> ImageBoxes:
@@ -250,26 +293,64 @@ def boxes_of_objects(batch: Batch, objects: Sequence[AnnotatedObjects]) -> Image
 
 
 @torch.no_grad()
-def describe_batch(model: VisionLanguageModel, batch: Batch, *, reads_texts: bool) -> dict[str, Float[Tensor, "J _D"]]:
-    """Return the features of the candidate boxes of a batch, joined, at every depth of a model."""
+def describe_batch(model: VisionLanguageModel, batch: Batch, *, reads_texts: bool) -> Features:
+    """Return the features of the candidate boxes of a batch, and of the words that name them, at every depth."""
     counts = [len(image_boxes) for image_boxes in batch.boxes]
     with pooled_maps(model.detector, to_rois(batch.boxes)) as features:
         regions, text_regions, _ = model.encode(batch)
     first = int(model.encoder.uses_whole_image)  # row 0 is the whole image
     features[REGION_FEATURE] = torch.cat([rows[first:] for rows in regions.features])
+    spans, named_rows = find_named_boxes(batch)
+    words: dict[str, Tensor] = {}
     if not reads_texts:
-        return features
+        return Features(features, words, named_rows)
     # the encoder also read whole images that tasks do not see
     readable = dataclasses.replace(text_regions, attention_mask=text_regions.image >= 0)
     starts = torch.tensor([0, *itertools.accumulate(counts)], device=text_regions.row.device)
-    is_box = text_regions.attention_mask & (text_regions.row >= 0)
+    is_first = first_about_image(batch.image_index).to(starts.device)
+    is_box = text_regions.attention_mask & (text_regions.row >= 0) & is_first[:, None]
     target_rows = starts[text_regions.image[is_box]] + text_regions.row[is_box]
+    if batch.phrases is not None and model.encoder.lacks(Ability.WORD_EMBEDDINGS) is None:
+        embeddings = model.encoder.get_input_embeddings()(batch.texts.input_ids)
+        words[f"{WORDS}embeddings"] = phrase_states(embeddings, spans, "mean")
     for number in range(model.encoder.num_joint_layers + 1):
-        states = model.encoder(batch.texts, readable, intermediate_layer=number).intermediate.regions
-        sorted_states = states.new_zeros(sum(counts), states.shape[2])
-        sorted_states[target_rows] = states[is_box]
+        states = model.encoder(batch.texts, readable, intermediate_layer=number).intermediate
+        sorted_states = states.regions.new_zeros(sum(counts), states.regions.shape[2])
+        sorted_states[target_rows] = states.regions[is_box]
         features[f"encoder {number}"] = sorted_states
-    return features
+        if batch.phrases is not None:
+            words[f"{WORDS}encoder {number}"] = phrase_states(states.text, spans, "mean")
+    return Features(features, words, named_rows)
+
+
+def first_about_image(image_index: Int64[Tensor, "M I"]) -> Bool[Tensor, " M"]:
+    """Return which texts are the first one about their first image."""
+    images = image_index[:, 0].tolist()
+    return torch.tensor([image not in images[:number] for number, image in enumerate(images)])
+
+
+def find_named_boxes(batch: Batch) -> tuple[Ragged, Int64[Tensor, " P"]]:
+    """Find the candidate box that a phrase with one box names, with an IoU of at least 0.5.
+
+    Returns:
+        The spans of such phrases, a list per text as in `PhraseBatch`; and of each phrase the row of its box among the
+        boxes of all images.
+    """
+    boxes = torch.cat(batch.boxes)
+    phrases = batch.phrases
+    if phrases is None or not len(boxes):
+        counts = torch.zeros(len(batch), dtype=torch.int64, device=boxes.device)
+        return Ragged(counts.new_zeros(0, 2), counts), counts.new_zeros(0)
+    has_one_box = phrases.boxes.counts == 1
+    named_boxes = phrases.boxes.values[has_one_box[phrases.boxes.owner]]
+    text = phrases.spans.owner[has_one_box]
+    image = batch.image_index[:, 0].to(text.device)[text]
+    image_of_box = torch.cat([torch.full((len(rows),), number) for number, rows in enumerate(batch.boxes)])
+    is_other_image = image[:, None] != image_of_box.to(text.device)
+    best_overlap, rows = box_iou(named_boxes, boxes).masked_fill(is_other_image, 0).max(dim=1)
+    is_box = best_overlap >= MIN_IOU
+    spans = phrases.spans.values[has_one_box][is_box]
+    return Ragged(spans, torch.bincount(text[is_box], minlength=len(batch))), rows[is_box]
 
 
 @contextlib.contextmanager
@@ -395,8 +476,38 @@ class Diagnosis:
         if not self.labels:
             self.set_objects(boxes.objects())
         features = collect_features(config, model, boxes, self.objects, name=checkpoint.name)
+        counted = {depth: values[self.is_counted] for depth, values in features.boxes.items()}
+        self.add_probes(checkpoint, counted, self.labels, self.is_train)
+        if not boxes.reads_texts:
+            self.note(
+                f"The words of {checkpoint.run} are not probed, because it does not read the texts of these data."
+            )
+        elif not len(features.named_rows):
+            self.note("The words are not probed, because no text of these data refers to one annotated object.")
+        else:
+            self.add_words(checkpoint, features)
+
+    def add_words(self, checkpoint: Checkpoint, features: Features) -> None:
+        """Probe the words of phrases for the labels of the boxes that they name."""
+        is_counted = self.is_counted[features.named_rows]
+        counted_rows = (self.is_counted.cumsum(dim=0) - 1)[features.named_rows[is_counted]]
+        words = {depth: values[is_counted] for depth, values in features.words.items()}
+        labels = {}
+        for name, label in self.labels.items():
+            labels[name] = dataclasses.replace(label, values=label.values[counted_rows.numpy()])
+        self.add_probes(checkpoint, words, labels, self.is_train[counted_rows])
+        self.results.phrases = len(counted_rows)
+
+    def add_probes(
+        self,
+        checkpoint: Checkpoint,
+        features: Mapping[str, Float[Tensor, "rows _D"]],
+        labels: Mapping[str, Label],
+        is_train: Bool[Tensor, " rows"],
+    ) -> None:
+        """Fit the probes of one model at every depth."""
         for depth, values in tqdm(features.items(), desc=f"{checkpoint.name}: probes", leave=False, delay=1):
-            accuracies = fit_probes(values[self.is_counted].to(self.device), self.labels, self.is_train.to(self.device))
+            accuracies = fit_probes(values.to(self.device), labels, is_train.to(self.device))
             for label, accuracy in accuracies.items():
                 row = ProbeRow(str(checkpoint.run), checkpoint.step, depth, label, **dataclasses.asdict(accuracy))
                 self.results.probes.append(row)
@@ -458,5 +569,7 @@ class Diagnosis:
             self.results.gradients.append(GradientRow(str(checkpoint.run), checkpoint.step, **values))
 
     def note(self, text: str) -> None:
-        logger.warning("%s", text)
-        self.results.notes.append(text)
+        """Say once what could not be measured."""
+        if text not in self.results.notes:
+            logger.warning("%s", text)
+            self.results.notes.append(text)

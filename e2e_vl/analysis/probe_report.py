@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,22 @@ from e2e_vl.analysis.results import encode_png, write_csv
 from e2e_vl.run.report import data_uri, render, typed_command
 
 REGION_FEATURE = "region feature"  # the depth of what the detector gives to the encoder
+CHANCE_OF_REGIONS = "chance"
+CHANCE_OF_WORDS = "chance, words"
+WORDS = "words, "  # begins the depths of words: those of a phrase, about the object that it names
 RESULTS_FOLDER = "probe"  # of a run directory
 RESULTS_PAGE = "probe.html"
 RESULT_FILES = (RESULTS_PAGE, "probe.json", "probe.csv", "gradients.csv", "accuracy_*.png", "gradients.png")
 
 PANELS_PER_ROW = 2
-COLOURS = ("#1f5fa8", "#b3261e", "#0a7d32", "#8a5a00", "#6a3fa0", "#00838f", "#666666")
+COLOURS = ("#1f5fa8", "#b3261e", "#0a7d32", "#8a5a00", "#6a3fa0", "#00838f", "#c2185b", "#7c9a00")
 LINE_STYLES = ("-", "--", "-.", ":")  # of runs
 MAX_MODELS = 6  # of a run in the picture of gradients
 LIGHT = 0.35  # opacity of the first model of a run
 CHANCE = "#666666"
+CHANCE_STYLE = {"color": CHANCE, "linestyle": ":", "linewidth": 1.2, "zorder": 0}
 FONT = 8
+CHARACTERS_PER_INCH = 15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +74,7 @@ class ProbeResults:
     split: str
     images: int = 0
     boxes: int = 0
+    phrases: int = 0  # that name one of the boxes, and whose words are probed
     labels: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # label -> its values
     probes: list[ProbeRow] = dataclasses.field(default_factory=list)
     gradients: list[GradientRow] = dataclasses.field(default_factory=list)
@@ -86,6 +92,15 @@ class ProbeResults:
             by_run.setdefault(row.run, []).append(row.depth)
         return merge_orders([list(dict.fromkeys(depths)) for depths in by_run.values()])
 
+    def parts(self) -> dict[str, list[str]]:
+        """Return the depths of regions and those of words, by what chance at them is called."""
+        regions = []
+        words = []
+        for depth in self.depths():
+            (words if depth.startswith(WORDS) else regions).append(depth)
+        parts = {CHANCE_OF_REGIONS: regions, CHANCE_OF_WORDS: words}
+        return {name: depths for name, depths in parts.items() if depths}
+
     def stages(self) -> list[str]:
         """List the stages of all models, from the pixels to the heads."""
         by_run: dict[str, list[str]] = {}
@@ -97,8 +112,12 @@ class ProbeResults:
         """List the steps of the probed models of a run."""
         return sorted({row.step for row in self.probes if row.run == run})
 
-    def chance(self, label: str) -> float:
-        return next(row.chance for row in self.probes if row.label == label)
+    def chance(self, label: str, depths: Sequence[str]) -> float | None:
+        """Return the accuracy of the most frequent value at some depths; None if there is no probe."""
+        for row in self.probes:
+            if row.label == label and row.depth in depths:
+                return row.chance
+        return None
 
     def accuracy(self, run: str, step: int, depth: str, label: str) -> float | None:
         """Return the accuracy of a probe; None if there is none."""
@@ -108,20 +127,30 @@ class ProbeResults:
         return None
 
     def tables(self) -> list[dict[str, Any]]:
-        """Return a table for each run: a row per depth, with the accuracies of its first and last model by label."""
+        """Return a table for each run, in the parts regions and words.
+
+        A part has a row per depth with a cell per label: the accuracies of the first and the last model. "chance" is
+        a row of such cells, too.
+        """
         tables = []
         for run in self.runs:
             steps = self.steps(run)
             ends = list(dict.fromkeys([steps[0], steps[-1]]))
-            rows = {}
-            for depth in self.depths():
-                cells = []
-                for label in self.probed_labels():
-                    cells.append([self.accuracy(run, step, depth, label) for step in ends])
-                if any(value is not None for cell in cells for value in cell):
-                    rows[depth] = cells
-            tables.append({"run": run, "steps": ends, "rows": rows})
+            run_depths = {row.depth for row in self.probes if row.run == run}
+            parts = []
+            for name, depths in self.parts().items():
+                rows: dict[str, list[list[float | None]]] = {}
+                for depth in depths:
+                    if depth in run_depths:
+                        rows[depth] = [self.accuracies(run, ends, depth, label) for label in self.probed_labels()]
+                if rows:
+                    chance = [[self.chance(label, depths)] for label in self.probed_labels()]
+                    parts.append({"name": name, "chance": chance, "rows": rows})
+            tables.append({"run": run, "steps": ends, "parts": parts})
         return tables
+
+    def accuracies(self, run: str, steps: Sequence[int], depth: str, label: str) -> list[float | None]:
+        return [self.accuracy(run, step, depth, label) for step in steps]
 
     def gradients_of(self, run: str, step: int) -> list[GradientRow]:
         return [row for row in self.gradients if (row.run, row.step) == (run, step)]
@@ -129,14 +158,18 @@ class ProbeResults:
     def summary_lines(self) -> list[str]:
         """Return a line per run and label, then a line per stage of each run's last model, then the notes."""
         lines = [f"{self.boxes:,} annotated boxes in {self.images:,} images of {self.data}, split {self.split}"]
+        if self.phrases:
+            lines.append(f"{self.phrases:,} texts or phrases that name one of them")
         for table in self.tables():
             steps = " -> ".join(map(str, table["steps"]))
             lines.append(f"{table['run']}: accuracy of linear probes, step {steps}")
-            for column, label in enumerate(self.probed_labels()):
-                parts = []
-                for depth, cells in table["rows"].items():
-                    parts.append(f"{depth} {format_change(cells[column])}")
-                lines.append(f"  {label} (chance {self.chance(label):.2f}): {'; '.join(parts)}")
+            for part in table["parts"]:
+                for column, label in enumerate(self.probed_labels()):
+                    changes = []
+                    for depth, cells in part["rows"].items():
+                        changes.append(f"{depth} {format_change(cells[column])}")
+                    chance = format_change(part["chance"][column])
+                    lines.append(f"  {label} (chance {chance}): {'; '.join(changes)}")
             rows = self.gradients_of(table["run"], table["steps"][-1])
             if rows:
                 lines.append(f"{table['run']}: gradients at step {table['steps'][-1]}")
@@ -203,28 +236,28 @@ def write_results(folder: Path, results: ProbeResults) -> Path:
 
 
 def draw_depths(results: ProbeResults) -> bytes:
-    """Plot accuracy by depth as PNG, a panel per label; the first model of a run is light."""
+    """Plot accuracy by depth as PNG, a panel per label; the first model of a run is light.
+
+    The words have curves of their own beside those of the regions.
+    """
     depths = results.depths()
     figure, panels = make_panels(results.probed_labels(), width=max(4.2, 0.5 * len(depths)))
     for label, axes in panels.items():
         for number, run in enumerate(results.runs):
             steps = results.steps(run)
             for step in dict.fromkeys([steps[0], steps[-1]]):
-                points = []
-                for position, depth in enumerate(depths):
-                    accuracy = results.accuracy(run, step, depth, label)
-                    if accuracy is not None:
-                        points.append((position, accuracy))
                 opacity = LIGHT if step == steps[0] and len(steps) > 1 else 1.0
-                name = f"{run}, step {step}"
-                axes.plot(
-                    *zip(*points, strict=True),
-                    marker="o",
-                    markersize=3,
-                    color=colour_of(number),
-                    alpha=opacity,
-                    label=name,
-                )
+                style = {"color": colour_of(number), "alpha": opacity, "label": f"{run}, step {step}"}
+                for part in results.parts().values():
+                    points = []
+                    for depth in part:
+                        points.append((depths.index(depth), results.accuracy(run, step, depth, label)))
+                    plot_points(axes, points, style)
+        for part in results.parts().values():
+            chance = results.chance(label, part)
+            if chance is not None:
+                ends = (depths.index(part[0]) - 0.4, depths.index(part[-1]) + 0.4)
+                axes.plot(ends, (chance, chance), **CHANCE_STYLE, label="chance")
         axes.set_xticks(range(len(depths)), depths, rotation=40, ha="right")
         finish_panel(axes, results, label)
     add_legend(figure, panels.values())
@@ -232,33 +265,35 @@ def draw_depths(results: ProbeResults) -> bytes:
 
 
 def draw_steps(results: ProbeResults) -> bytes:
-    """Plot accuracy over steps as PNG, a panel per label and a curve per depth, of the deepest ones."""
+    """Plot accuracy over steps as PNG, a panel per label and a curve per depth, of the deepest ones.
+
+    A colour stands for a depth, and a line style for a run.
+    """
     depths = choose_curves(results.depths())
     figure, panels = make_panels(results.probed_labels(), width=4.2)
     for label, axes in panels.items():
-        for style, run in zip_cyclic(LINE_STYLES, results.runs):
+        for line_style, run in zip_cyclic(LINE_STYLES, results.runs):
             for number, depth in enumerate(depths):
-                points = []
-                for step in results.steps(run):
-                    accuracy = results.accuracy(run, step, depth, label)
-                    if accuracy is not None:
-                        points.append((step, accuracy))
-                if not points:
-                    continue
-                name = depth if len(results.runs) == 1 else f"{depth}, {run}"
-                axes.plot(
-                    *zip(*points, strict=True),
-                    marker="o",
-                    markersize=3,
-                    linestyle=style,
-                    color=colour_of(number),
-                    label=name,
-                )
+                points = [(step, results.accuracy(run, step, depth, label)) for step in results.steps(run)]
+                plot_points(axes, points, {"linestyle": line_style, "color": colour_of(number), "label": depth})
+            if len(results.runs) > 1:
+                axes.plot([], [], color="black", linestyle=line_style, label=run)
+        for part, part_depths in results.parts().items():
+            chance = results.chance(label, part_depths)
+            if chance is not None:
+                axes.axhline(chance, **CHANCE_STYLE, alpha=1.0 if part == CHANCE_OF_REGIONS else 0.5, label=part)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
         axes.set_xlabel("step", fontsize=FONT)
         finish_panel(axes, results, label)
     add_legend(figure, panels.values())
     return encode_png(figure)
+
+
+def plot_points(axes: Axes, points: Sequence[tuple[float, float | None]], style: Mapping[str, Any]) -> None:
+    """Plot a curve through the points whose value is known."""
+    known = [point for point in points if point[1] is not None]
+    if known:
+        axes.plot(*zip(*known, strict=True), marker="o", markersize=3, **style)
 
 
 MEASURES = {  # field of a row -> title
@@ -294,7 +329,7 @@ def draw_gradients(results: ProbeResults) -> bytes:
                 )
         if name == "agreement":
             axes.set_ylim(0, 1.05)
-            axes.axhline(results.gradient_batches**-0.5, color=CHANCE, linestyle=":", linewidth=1.2, label="chance")
+            axes.axhline(results.gradient_batches**-0.5, **CHANCE_STYLE, label="chance")
         else:
             axes.set_yscale("log")
         axes.set_xticks(range(len(stages)), stages, rotation=40, ha="right")
@@ -314,8 +349,7 @@ def make_panels(names: Sequence[str], *, width: float) -> tuple[Figure, dict[str
 
 
 def finish_panel(axes: Axes, results: ProbeResults, label: str) -> None:
-    """Add chance, limits and a title to a panel of accuracies."""
-    axes.axhline(results.chance(label), color=CHANCE, linestyle=":", linewidth=1.2, zorder=0, label="chance")
+    """Add limits and a title to a panel of accuracies."""
     axes.set_ylim(0, 1.04)
     axes.set_title(f"{label} ({len(results.labels[label])} values)", fontsize=FONT + 1, parse_math=False)
     axes.set_ylabel("accuracy", fontsize=FONT)
@@ -329,13 +363,23 @@ def add_legend(figure: Figure, panels: Sequence[Axes]) -> None:
     for axes in panels:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize=FONT, frameon=False)
+    width = max(map(len, handles)) + 8  # characters, with the sample of the line
+    columns = int(figure.get_figwidth() * CHARACTERS_PER_INCH / width)
+    columns = min(max(columns, 1), 3)
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=columns, fontsize=FONT, frameon=False
+    )
 
 
 def choose_curves(depths: Sequence[str]) -> list[str]:
-    """Choose the depths that are drawn over steps: some of the backbone, the region feature, the encoder's ends."""
-    border = depths.index(REGION_FEATURE)
-    return [*spread(depths[:border], 3), REGION_FEATURE, *spread(depths[border + 1 :], 2)]
+    """Choose the depths that are drawn over steps: some of the backbone, the region feature, the encoder's ends.
+
+    Of the words, the first and the last depth are drawn.
+    """
+    regions = [depth for depth in depths if not depth.startswith(WORDS)]
+    words = [depth for depth in depths if depth.startswith(WORDS)]
+    border = regions.index(REGION_FEATURE)
+    return [*spread(regions[:border], 3), REGION_FEATURE, *spread(regions[border + 1 :], 2), *spread(words, 2)]
 
 
 def spread(values: Sequence[Any], limit: int) -> list[Any]:

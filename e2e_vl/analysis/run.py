@@ -246,6 +246,11 @@ def use_data(config: RunConfig, data: DataConfig) -> RunConfig:
     return msgspec.structs.replace(config, data=msgspec.structs.replace(data, **run_settings), eval=evaluation)
 
 
+def with_phrases(config: RunConfig) -> RunConfig:
+    """Return settings with which a data set reads its phrases, as for a phrase head."""
+    return msgspec.structs.replace(config, phrases=msgspec.structs.replace(config.phrases, weight=1.0))
+
+
 def caption_examples(
     config: RunConfig,
     model: VisionLanguageModel,
@@ -254,9 +259,7 @@ def caption_examples(
     parses: Parses | None,
 ) -> EncodedDataset:
     """Open the captions of a split as encoder inputs, without masked words."""
-    # a non-zero loss weight makes the data set read phrases
-    with_phrases = msgspec.structs.replace(config, phrases=msgspec.structs.replace(config.phrases, weight=1.0))
-    dataset = open_split(with_phrases, args.split, args.boxes, training=False)
+    dataset = open_split(with_phrases(config), args.split, args.boxes, training=False)
     loader = build_loader(config, model, dataset, args.boxes)
     loader.require_images(dataset.image_keys(), args.split)
     text_tokenizer = dataclasses.replace(build_text_tokenizer(config, model, tokenizer), with_phrase_spans=False)

@@ -4,7 +4,8 @@
     e2e-vl probe --run runs/frozen runs/trained --split val --output probe
 
 Linear probes read the class and the attributes of annotated objects off the features of their boxes: of each stage of
-the backbone, of the region feature that goes to the encoder, and of the encoder's states. Checkpoints of a run
+the backbone, of the region feature that goes to the encoder, and of the encoder's states. Where texts or phrases name
+an annotated object, they also read them off these words, before and in the encoder. Checkpoints of a run
 (train.save_total_limit keeps more of them), its best model and the model that it started from are points of a curve.
 On some training batches, the gradient of each stage is compared with its weights, and with the update that the
 optimiser makes. All runs are probed on the same boxes: those of the first run, or of another config (--data).
@@ -35,7 +36,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
         metavar="CONFIG",
         help="config with the data to use instead of the first run's; images are resized as in each run",
     )
-    images_help = "use only this many images of the split (default: 400)"
+    images_help = "use only this many images of the split (default: 800)"
     parser.add_argument("--max-images", type=positive, default=800, metavar="N", help=images_help)
     models_help = "use only this many models of each run, spread evenly over its steps (default: 8)"
     parser.add_argument("--max-checkpoints", type=positive, default=8, metavar="N", help=models_help)

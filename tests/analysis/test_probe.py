@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -14,15 +15,18 @@ from e2e_vl.analysis.linear_probe import fit_probe, read_labels
 from e2e_vl.analysis.probe import (
     collect_features,
     describe_batch,
+    find_named_boxes,
+    first_about_image,
     list_models,
     mean_over_boxes,
     open_boxes,
 )
-from e2e_vl.analysis.probe_report import REGION_FEATURE, choose_curves, merge_orders
+from e2e_vl.analysis.probe_report import REGION_FEATURE, ProbeResults, ProbeRow, choose_curves, merge_orders
 from e2e_vl.data.batching import collate
 from e2e_vl.run.build import build_model, build_run
 from e2e_vl.run.checkpoint import load_initial_model, load_model
 from e2e_vl.samples import AnnotatedObjects
+from e2e_vl.targets import Ragged
 from e2e_vl.text import load_tokenizer
 from tests.conftest import ENCODERS, ROOT
 from tests.run.runs import first_texts
@@ -142,20 +146,90 @@ def test_features_are_in_the_order_of_the_boxes_at_every_depth(tiny_config, trai
     boxes = open_boxes(config, model, tokenizer, "val", max_images=3, reads_texts=True)
     [requests] = boxes.requests
     batch = collate([boxes.examples[request] for request in requests])
-    features = describe_batch(model, batch, reads_texts=True)
+    described = describe_batch(model, batch, reads_texts=True)
+    features = described.boxes
     layers = [f"encoder {number}" for number in range(model.encoder.num_joint_layers + 1)]
     assert list(features) == ["stem", "res2", "res3", "res4", REGION_FEATURE, *layers]
+    assert list(described.words) == ["words, embeddings", *(f"words, {layer}" for layer in layers)]
     counts = [len(objects) for objects in boxes.objects()]
     with torch.no_grad():
         regions, text_regions, encoded = model.encode(batch)
     first = int(model.encoder.uses_whole_image)
     assert torch.equal(features[REGION_FEATURE], torch.cat([rows[first:] for rows in regions.features]))
-    for number, part in enumerate(features[layers[-1]].split(counts)):
-        is_box = text_regions.attention_mask[number] & (text_regions.row[number] >= 0)
-        torch.testing.assert_close(part, encoded.regions[number][is_box])
+    first_texts_of_images = first_about_image(batch.image_index).nonzero().flatten().tolist()
+    assert len(batch) > len(first_texts_of_images) == 3, "all texts are read for their words"
+    for text, part in zip(first_texts_of_images, features[layers[-1]].split(counts), strict=True):
+        is_box = text_regions.attention_mask[text] & (text_regions.row[text] >= 0)
+        torch.testing.assert_close(part, encoded.regions[text][is_box])
     without_texts = describe_batch(model, batch, reads_texts=False)
-    assert list(without_texts) == list(features)[:5]
-    assert all(torch.equal(without_texts[depth], features[depth]) for depth in without_texts)
+    assert list(without_texts.boxes) == list(features)[:5] and not without_texts.words
+    assert all(torch.equal(values, features[depth]) for depth, values in without_texts.boxes.items())
+
+
+def open_first_images(config, trained_run, count):
+    tokenizer = load_tokenizer(str(trained_run.path / "model" / "tokenizer"))
+    model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer).eval()
+    return model, open_boxes(config, model, tokenizer, "val", max_images=count, reads_texts=True)
+
+
+def test_words_are_those_about_the_object_that_an_expression_means(tiny_config, trained_run):
+    config = tiny_config("data.boxes.train=gt")
+    model, boxes = open_first_images(config, trained_run, 3)
+    [requests] = boxes.requests
+    batch = collate([boxes.examples[request] for request in requests])
+    described = describe_batch(model, batch, reads_texts=True)
+    assert len(described.named_rows) == len(batch), "an expression is one phrase for its target"
+    all_boxes = np.concatenate([objects.boxes for objects in boxes.objects()])
+    texts = [text for request in requests for text in boxes.dataset.sample(request.texts).texts]
+    for text, row in zip(texts, described.named_rows.tolist(), strict=True):
+        assert text.truth.boxes[0] == pytest.approx(all_boxes[row], abs=0.01)
+    with torch.no_grad():
+        _, _, encoded = model.encode(batch)
+        table = model.encoder.get_input_embeddings().weight
+    for number, (text, length) in enumerate(zip(texts, batch.texts.lengths.tolist(), strict=True)):
+        words = slice(1, length - 1)  # without special tokens
+        assert length - 2 == len(boxes.examples.preprocessor.text_tokenizer.pieces(text.words))
+        mean = table[batch.texts.input_ids[number, words]].mean(dim=0)
+        torch.testing.assert_close(described.words["words, embeddings"][number], mean)
+        states = described.words[f"words, encoder {model.encoder.num_joint_layers}"]
+        torch.testing.assert_close(states[number], encoded.text[number, words].mean(dim=0))
+
+
+def test_phrases_with_several_boxes_or_another_box_name_no_object(tiny_config, trained_run):
+    _, boxes = open_first_images(tiny_config("data.boxes.train=gt"), trained_run, 2)
+    [requests] = boxes.requests
+    batch = collate([boxes.examples[request] for request in requests])
+    spans, rows = find_named_boxes(batch)
+    assert spans.counts.tolist() == [1] * len(batch)
+    phrases = batch.phrases
+    moved = phrases.boxes.values.clone()
+    moved[0] += 1000  # far from all objects
+    ragged = dataclasses.replace(phrases.boxes, values=moved)
+    batch.phrases = dataclasses.replace(phrases, boxes=ragged)
+    spans, remaining = find_named_boxes(batch)
+    assert spans.counts.tolist() == [0] + [1] * (len(batch) - 1)
+    assert torch.equal(remaining, rows[1:])
+    counts = torch.tensor([2, 0] + [1] * (len(batch) - 2))
+    batch.phrases = dataclasses.replace(phrases, boxes=Ragged(phrases.boxes.values, counts))
+    spans, remaining = find_named_boxes(batch)
+    assert spans.counts.tolist() == [0, 0] + [1] * (len(batch) - 2)
+    assert torch.equal(remaining, rows[2:])
+    batch.phrases = None
+    spans, remaining = find_named_boxes(batch)
+    assert spans.counts.tolist() == [0] * len(batch) and not len(remaining)
+
+
+def test_rows_of_named_boxes_are_counted_over_all_batches(tiny_config, trained_run):
+    config = tiny_config("data.boxes.train=gt", "eval.images_per_batch=1", "data.workers=0")
+    model, boxes = open_first_images(config, trained_run, 3)
+    assert len(boxes.requests) == 3
+    features = collect_features(config, model, boxes, boxes.objects(), name="model")
+    [requests] = open_first_images(tiny_config("data.boxes.train=gt"), trained_run, 3)[1].requests
+    batch = collate([boxes.examples[request] for request in requests])
+    together = describe_batch(model, batch, reads_texts=True)
+    assert features.named_rows.tolist() == together.named_rows.tolist()
+    last = list(features.words)[-1]
+    torch.testing.assert_close(features.words[last], together.words[last], atol=1e-4, rtol=1e-3)
 
 
 def test_a_pyramid_is_a_depth_of_its_own(tiny_config, trained_run):
@@ -163,7 +237,7 @@ def test_a_pyramid_is_a_depth_of_its_own(tiny_config, trained_run):
     tokenizer = load_tokenizer(str(trained_run.path / "model" / "tokenizer"))
     model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
     boxes = open_boxes(config, model, tokenizer, "val", max_images=2, reads_texts=False)
-    features = collect_features(config, model, boxes, boxes.objects(), name="model")
+    features = collect_features(config, model, boxes, boxes.objects(), name="model").boxes
     assert list(features) == ["stem", "res2", "res3", "res4", "res5", "fpn", REGION_FEATURE]
     assert features["fpn"].shape[1] == 5 * 32  # p2 .. p6
 
@@ -194,4 +268,18 @@ def test_orders_of_two_runs_are_merged():
         *("stem", "res4", "fpn", "feature", "encoder 0")
     ]
     depths = ["stem", "res2", "res3", "res4", REGION_FEATURE, *(f"encoder {number}" for number in range(13))]
-    assert choose_curves(depths) == ["stem", "res3", "res4", REGION_FEATURE, "encoder 0", "encoder 12"]
+    curves = ["stem", "res3", "res4", REGION_FEATURE, "encoder 0", "encoder 12"]
+    assert choose_curves(depths) == curves
+    words = ["words, embeddings", *(f"words, encoder {number}" for number in range(13))]
+    assert choose_curves([*depths, *words]) == [*curves, "words, embeddings", "words, encoder 12"]
+
+
+def test_regions_and_words_have_a_chance_each():
+    rows = []
+    for depth, accuracy, chance in ((REGION_FEATURE, 0.5, 0.2), ("words, embeddings", 0.75, 0.25)):
+        rows.append(ProbeRow("run", 0, depth, "colour", accuracy, chance, trained_on=8, judged=8))
+    results = ProbeResults(["run"], "data", "val", images=2, boxes=16, phrases=16, probes=rows)
+    regions, words = results.tables()[0]["parts"]
+    assert regions == {"name": "chance", "chance": [[0.2]], "rows": {REGION_FEATURE: [[0.5]]}}
+    assert words == {"name": "chance, words", "chance": [[0.25]], "rows": {"words, embeddings": [[0.75]]}}
+    assert results.summary_lines()[-1] == "  colour (chance 0.25): words, embeddings 0.75"

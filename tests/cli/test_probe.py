@@ -10,6 +10,7 @@ import pytest
 from e2e_vl.analysis.probe_report import RESULT_FILES
 from e2e_vl.cli import main as tool
 from e2e_vl.config_files import save_config
+from e2e_vl.data.refcoco import RefCOCODataset
 from tests.cli.calls import is_picture, refused
 from tests.conftest import ROOT
 from tests.weights.starts import replaced
@@ -36,10 +37,13 @@ def test_a_run_is_probed_before_and_after_training(trained_run, tmp_path, capsys
     assert results["labels"]["size"] == ["small", "big"] and results["notes"] == []
     with (output / "probe.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert {row["depth"] for row in rows} >= {"stem", "res4", "region feature", "encoder 0", "encoder 2"}
+    depths = {row["depth"] for row in rows}
+    assert depths >= {"stem", "res4", "region feature", "encoder 0", "encoder 2"}
+    assert depths >= {"words, embeddings", "words, encoder 0", "words, encoder 2"}
     assert all(0 <= float(row["accuracy"]) <= 1 for row in rows)
     page = (output / "probe.html").read_text("utf-8")
     assert page.count("data:image/png") == 3 and "region projection" in page
+    assert "chance, words" in page and f"{results['phrases']} texts or phrases name one of them" in page
 
 
 def test_runs_are_probed_beside_each_other_on_other_data(trained_run, tmp_path, tiny_data, capsys):
@@ -54,6 +58,20 @@ def test_runs_are_probed_beside_each_other_on_other_data(trained_run, tmp_path, 
     out = capsys.readouterr().out
     assert f"{trained_run.path}: accuracy" in out and "region feature" in out and "encoder" not in out
     assert not (tmp_path / "probe" / "gradients.csv").exists()
+    page = (tmp_path / "probe" / "probe.html").read_text("utf-8")
+    assert f"The words of {trained_run.path} are not probed, because it does not read the texts of these data." in page
+
+
+def test_texts_that_refer_to_no_object_are_not_probed(trained_run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(RefCOCODataset, "has_phrases", False)
+    words = ["probe", "--run", trained_run.path, "--max-images", 4, "--max-checkpoints", 2, "--gradient-batches", 0]
+    assert tool.main([*map(str, words), "--output", str(tmp_path / "probe"), "data.workers=0"]) == 0
+    sentence = "The words are not probed, because no text of these data refers to one annotated object."
+    assert capsys.readouterr().out.count(sentence) == 1
+    assert (tmp_path / "probe" / "probe.html").read_text("utf-8").count(sentence) == 1
+    results = json.loads((tmp_path / "probe" / "probe.json").read_text("utf-8"))
+    depths = {row["depth"] for row in results["probes"]}
+    assert "encoder 2" in depths and "words, embeddings" not in depths
 
 
 def test_precomputed_features_have_no_detector_to_probe(trained_run, tmp_path, capsys):
