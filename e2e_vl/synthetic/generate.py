@@ -77,7 +77,7 @@ WRITERS: dict[str, type[FormatWriter]] = {
     "visual_genome": VisualGenomeWriter,
 }
 FORMATS = tuple(WRITERS)
-VERSION = 6  # increment when the same settings give different files
+VERSION = 7  # increment when the same settings give different files
 STAMP = "synthetic.json"
 _UNFINISHED = "synthetic.json.unfinished"
 _MAX_CHUNK = 16  # scenes per task of a process

@@ -7,7 +7,7 @@ comparing their sizes and by their relations to each other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import TypeVar
@@ -50,6 +50,11 @@ class Description:
     texture: str | None = None
     colour: str | None = None
     shape: str | None = None
+
+    @property
+    def num_attributes(self) -> int:
+        """The number of attributes that are named."""
+        return sum(getattr(self, slot) is not None for slot in SLOTS)
 
     def mask(self, graph: SceneGraph) -> int:
         """Return the bit mask of the objects that fit the description."""
@@ -461,13 +466,23 @@ def all_descriptions(slots: Sequence[str], values: Values) -> list[Description]:
     return descriptions
 
 
-def identify(graph: SceneGraph, slots: Sequence[str], rng: np.random.Generator) -> tuple[int, Description] | None:
-    """Draw an object and a description by some of these attributes that fits only it; None if there is none."""
+def identify(
+    graph: SceneGraph,
+    slots: Sequence[str],
+    rng: np.random.Generator,
+    is_suitable: Callable[[Description], bool] | None = None,
+) -> tuple[int, Description] | None:
+    """Draw an object, and a suitable description by some of these attributes that fits only it.
+
+    None if no object has one.
+    """
     for index in rng.permutation(graph.count):
         identifying = []
         for subset in _subsets(slots, 1):
             description = describe(graph.appearances[index], subset)
-            if members(description.mask(graph)) == [index]:
+            if members(description.mask(graph)) != [index]:
+                continue
+            if is_suitable is None or is_suitable(description):
                 identifying.append(description)
         if identifying:
             return int(index), identifying[rng.integers(len(identifying))]

@@ -4,13 +4,18 @@ The examples come in sets of four pairs of images and two sentences, as in the r
 the pairs and false of the others, and each pair has one true sentence and one false one. Who reads only the sentence,
 or sees only the images, is right half of the time. More sentences per pair (`language.sentences_per_pair`) come two
 by two in the same way; training from pixels needs them, because the detector's work is the same for two and for twenty.
+
+The four pairs of a set join two left images with two right ones. So an image says nothing about a sentence that the
+images of the other side decide, and no image alone decides whether exactly one of the two has a thing.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,12 +25,12 @@ from typing_extensions import override
 from e2e_vl.synthetic.base import FormatWriter, Recipe, SceneRecord, by_split, link_image
 from e2e_vl.synthetic.coco import write_instances
 from e2e_vl.synthetic.config import PAIR_FAMILIES
-from e2e_vl.synthetic.language import NUMBERS, Description, Values, all_descriptions, is_true_of, noun_phrase
+from e2e_vl.synthetic.language import NUMBERS, Description, Values, all_descriptions, describe, is_true_of, noun_phrase
 
-PAIRS = 4  # per set
+_IMAGES = 4  # of a set, half of them on the left
 _DIRECTORIES = 100  # folders of the training images
-_DRAWN_PAIRS = 40  # candidates for the pairs of a set
-_ATTEMPTS = 200
+_DRAWN_SENTENCES = 200  # candidates for the sentences of a set
+_TRIES = 30  # draws of the images of a set
 _SLOTS = (("shape",), ("colour",), ("colour", "shape"))
 
 _Pair = tuple[SceneRecord, SceneRecord]  # the left and the right image
@@ -99,73 +104,87 @@ def draw_set(
     num_sentences: int = 2,
     families: Sequence[str] = PAIR_FAMILIES,
 ) -> PairSet | None:
-    """Draw four pairs and at most `num_sentences` sentences.
+    """Draw two left and two right images, which make four pairs, and at most `num_sentences` sentences about them.
 
-    None if no two sentences are found that are balanced over four of the drawn pairs.
+    Of the images that are tried, those are chosen whose sentences name most attributes. None if no two sentences are
+    balanced over any of them.
     """
-    if len(scenes) < 2:
+    if len(scenes) < _IMAGES:
         return None
-    candidates: list[_Pair] = []
-    for _ in range(_DRAWN_PAIRS):
-        left, right = rng.permutation(len(scenes))[:2]
-        candidates.append((scenes[int(left)], scenes[int(right)]))
-    for _ in range(_ATTEMPTS):
-        first = draw_sentence(values, rng, families)
-        second = draw_sentence(values, rng, families)
-        pairs = _balanced_pairs(first, second, candidates)
-        if pairs is None:
-            continue
-        pairs = [pairs[row] for row in rng.permutation(PAIRS)]
-        sentences = [first, second]
-        if num_sentences > 2:
-            sentences += _more_sentences(sentences, pairs, values, rng, num_sentences - 2, families)
-        labels = [[sentence.is_true(pair) for sentence in sentences] for pair in pairs]
-        return PairSet(pairs, sentences, labels)
-    return None
-
-
-def _balanced_pairs(first: PairSentence, second: PairSentence, candidates: Sequence[_Pair]) -> list[_Pair] | None:
-    """Choose two pairs of which only the first sentence is true and two of which only the second is true."""
-    only_first = []
-    only_second = []
-    for pair in candidates:
-        labels = (first.is_true(pair), second.is_true(pair))
-        if labels == (True, False):
-            only_first.append(pair)
-        elif labels == (False, True):
-            only_second.append(pair)
-    half = PAIRS // 2
-    if min(len(only_first), len(only_second)) < half:
-        return None
-    return only_first[:half] + only_second[:half]
-
-
-def _more_sentences(
-    sentences: Sequence[PairSentence],
-    pairs: Sequence[_Pair],
-    values: Values,
-    rng: np.random.Generator,
-    number: int,
-    families: Sequence[str],
-) -> list[PairSentence]:
-    """Draw at most `number` further sentences, two by two; of each pair of images one of the two is true."""
-    more: list[PairSentence] = []
-    waiting: dict[tuple[bool, ...], list[PairSentence]] = {}  # without a partner, by their labels
-    known = {sentence.words for sentence in sentences}
-    for _ in range(_ATTEMPTS):
+    candidates: dict[str, PairSentence] = {}  # by words
+    for _ in range(_DRAWN_SENTENCES):
         sentence = draw_sentence(values, rng, families)
-        labels = tuple(sentence.is_true(pair) for pair in pairs)
-        if sum(labels) != PAIRS // 2 or sentence.words in known:
+        candidates.setdefault(sentence.words, sentence)
+    best_pairs: list[_Pair] = []
+    best_sentences: list[PairSentence] = []
+    most_attributes = 0
+    for _ in range(_TRIES):
+        rows = rng.choice(len(scenes), _IMAGES, replace=False)
+        images = [scenes[row] for row in rows]
+        lefts = images[:2]
+        rights = images[2:]
+        sentences = _balanced_sentences(lefts, rights, candidates.values())[:num_sentences]
+        num_attributes = sum(sentence.description.num_attributes for sentence in sentences)
+        if num_attributes > most_attributes:
+            most_attributes = num_attributes
+            best_pairs = list(product(lefts, rights))
+            best_sentences = sentences
+        if len(best_sentences) == num_sentences:
+            break
+    if not best_sentences:
+        return None
+    pairs = [best_pairs[row] for row in rng.permutation(len(best_pairs))]
+    labels = [[sentence.is_true(pair) for sentence in best_sentences] for pair in pairs]
+    return PairSet(pairs, best_sentences, labels)
+
+
+def _balanced_sentences(
+    lefts: Sequence[SceneRecord], rights: Sequence[SceneRecord], candidates: Iterable[PairSentence]
+) -> list[PairSentence]:
+    """Choose sentences that are true of two of the four pairs, two by two; of each pair one of the two is true."""
+    left_counts = [_count_described(scene) for scene in lefts]
+    right_counts = [_count_described(scene) for scene in rights]
+    sentences: list[PairSentence] = []
+    waiting: dict[tuple[bool, ...], list[PairSentence]] = {}  # without a partner, by their labels
+    for sentence in candidates:
+        description = sentence.description
+        left = [counts[description] for counts in left_counts]
+        right = [counts[description] for counts in right_counts]
+        # otherwise whether the thing is anywhere would often be enough
+        if sentence.family == "side" and not (_is_in_one(left) and _is_in_one(right)):
             continue
-        known.add(sentence.words)
+        labels = tuple(sentence.is_true_of_counts(*pair) for pair in product(left, right))
+        if sum(labels) != len(labels) // 2:
+            continue
+        if not all(_has_similar(counts, description) for counts in (*left_counts, *right_counts)):
+            continue
         opposite = tuple(not label for label in labels)
         if waiting.get(opposite):
-            more += [waiting[opposite].pop(), sentence]
+            sentences += [waiting[opposite].pop(), sentence]
         else:
             waiting.setdefault(labels, []).append(sentence)
-        if len(more) >= number:
-            break
-    return more
+    return sentences
+
+
+def _count_described(scene: SceneRecord) -> Counter[Description]:
+    """Count the objects of a scene that each description is true of."""
+    counts: Counter[Description] = Counter()
+    for item in scene.objects:
+        counts.update(describe(item.appearance, slots) for slots in _SLOTS)
+    return counts
+
+
+def _is_in_one(counts: Sequence[int]) -> bool:
+    """Return whether exactly one of two images has a thing."""
+    first, second = counts
+    return (first > 0) != (second > 0)
+
+
+def _has_similar(counts: Counter[Description], description: Description) -> bool:
+    """Return whether an image has a thing of the colour or of the shape, if the description names both."""
+    if description.num_attributes == 1:
+        return True
+    return counts[Description(colour=description.colour)] > 0 or counts[Description(shape=description.shape)] > 0
 
 
 def draw_sets(split: str, scenes: Sequence[SceneRecord], recipe: Recipe) -> Iterator[tuple[int, PairSet]]:

@@ -2,7 +2,8 @@
 
 Flickr30K Entities has captions with phrases in brackets, and an XML file of boxes per image.
 
-A phrase names one object by what only it has, or all objects that something is true of; what is named again, in
+A phrase names one object by what only it has, or all objects that something is true of, where the scene allows it in
+words of which none is needless: there are other stars and other red things than "the red star". What is named again, in
 whatever words, belongs to the same chain. Scenes and what cannot be seen have no box. The type of a phrase follows from
 the shape that it names, so that all types of the release occur; it means nothing else.
 """
@@ -10,6 +11,7 @@ the shape that it names, so that all types of the release occur; it means nothin
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
@@ -23,6 +25,7 @@ from e2e_vl.synthetic.language import (
     NUMBERS,
     SLOTS,
     THINGS,
+    Description,
     Reference,
     Values,
     all_descriptions,
@@ -212,8 +215,10 @@ def _draw_caption(graph: SceneGraph, values: Values, rng: np.random.Generator) -
 
 
 def _name_single(graph: SceneGraph, rng: np.random.Generator) -> DrawnPhrase | None:
-    """Name an object by what only it has."""
-    identified = identify(graph, SLOTS, rng)
+    """Name an object by what only it has, if possible by a noun and adjectives of which neither is enough."""
+    identified = identify(graph, SLOTS, rng, lambda description: _needs_all_words(description, graph))
+    if identified is None:
+        identified = identify(graph, SLOTS, rng)
     if identified is None:
         return None
     index, description = identified
@@ -221,18 +226,39 @@ def _name_single(graph: SceneGraph, rng: np.random.Generator) -> DrawnPhrase | N
 
 
 def _name_group(graph: SceneGraph, values: Values, rng: np.random.Generator) -> DrawnPhrase | None:
-    """Name all objects that something is true of, a few at most."""
-    slots = _GROUPED[rng.integers(len(_GROUPED))]
+    """Name all objects that something is true of, a few at most, if possible as `_name_single` does."""
     options = []
-    for description in all_descriptions(slots, values):
-        objects = members(description.mask(graph))
-        if 2 <= len(objects) <= _SEVERAL:
-            options.append((description, objects))
+    for slots in _GROUPED:
+        for description in _group_descriptions(graph, slots, values):
+            if _needs_all_words(description, graph):
+                options.append(description)
+    if not options:
+        slots = _GROUPED[rng.integers(len(_GROUPED))]
+        options = _group_descriptions(graph, slots, values)
     if not options:
         return None
-    description, objects = options[rng.integers(len(options))]
+    description = options[rng.integers(len(options))]
+    objects = members(description.mask(graph))
     words = f"{NUMBERS[len(objects)]} {noun_phrase(description, plural=True)}"
     return DrawnPhrase(words, _TYPES.get(description.shape, "other"), tuple(objects))
+
+
+def _group_descriptions(graph: SceneGraph, slots: Sequence[str], values: Values) -> list[Description]:
+    """Return the descriptions by these attributes that are true of a few objects."""
+    descriptions = []
+    for description in all_descriptions(slots, values):
+        if 2 <= description.mask(graph).bit_count() <= _SEVERAL:
+            descriptions.append(description)
+    return descriptions
+
+
+def _needs_all_words(description: Description, graph: SceneGraph) -> bool:
+    """Return whether its noun alone, and its adjectives alone, are true of more objects than the description."""
+    noun = Description(shape=description.shape)
+    adjectives = replace(description, shape=None)
+    num_described = description.mask(graph).bit_count()
+    fewest = min(noun.mask(graph).bit_count(), adjectives.mask(graph).bit_count())
+    return description.shape is not None and fewest > num_described
 
 
 def _chains(scene: SceneRecord) -> _Chains:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,19 @@ def test_neither_the_sentence_nor_the_images_tell_the_label(examples):
     assert {tuple(sorted(own)) for own in by_sentence.values()} == {("False", "False", "True", "True")}
     assert {tuple(sorted(own)) for own in by_pair.values()} == {("False", "True")}
     assert len({one["family"] for one in examples}) == 5
+
+
+def test_the_pairs_of_a_set_join_two_left_images_with_two_right_ones(folder):
+    images = folder / "images" / "val"
+    pairs_of = defaultdict(set)
+    for example in read(folder, "val"):
+        pair = pair_of(example)
+        left, right = ((images / f"{pair}-img{side}.png").read_bytes() for side in (0, 1))
+        pairs_of[pair.rpartition("-")[0]].add((left, right))
+    for pairs in pairs_of.values():
+        lefts, rights = (set(side) for side in zip(*pairs, strict=True))
+        assert pairs == set(product(lefts, rights))
+        assert (len(lefts), len(rights), len(lefts | rights)) == (2, 2, 4)
 
 
 def test_more_sentences_per_pair_are_as_balanced(tmp_path):
