@@ -18,6 +18,7 @@ unfinished runs need is estimated from the seconds per step of finished ones.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
 import operator
@@ -113,6 +114,27 @@ def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     for option, names in (("settings", experiment.settings), ("tasks", experiment.tasks), ("encoders", encoders)):
         parser.add_argument(f"--{option}", nargs="+", choices=tuple(names), default=list(names), help="default: all")
+    add_run_options(parser)
+    args = parser.parse_args(argv)
+    cells = plan(experiment, args.settings, args.tasks, args.encoders, args.seeds)
+    jobs, configs = make_jobs(experiment, cells, args.output, args.configs, args.set, args.set_detectors)
+    announce(cells, jobs, args)
+    if args.dry_run:
+        return 0
+    try:
+        run_jobs(list(jobs.values()), launch=args.launch, parallel=args.jobs, keep_going=True)
+    finally:  # the table has the finished runs even after a failure
+        results = collect(experiment, cells, jobs, configs)
+        time = describe_time(cells, jobs, [args.output, *args.timed], args.jobs)
+        lines = [*as_markdown(experiment, results), time, "", made_by(__file__, argv)]
+        write_table(args.output / "end_to_end", results, lines)
+        if results:
+            draw(experiment, results, args.output / "end_to_end.png")
+    return 0
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a tool whose runs are cells of the experiment."""
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument(
         "--configs", type=Path, default=CONFIGS, metavar="DIR", help="the tasks' configs (default: configs/pairs)"
@@ -126,26 +148,14 @@ def main(argv: list[str] | None = None) -> int:
         "--set-detectors", nargs="+", default=[], metavar="key=value", help="settings for the runs of the detectors"
     )
     add_common_options(parser)
-    args = parser.parse_args(argv)
-    cells = plan(experiment, args.settings, args.tasks, args.encoders, args.seeds)
-    jobs, configs = make_jobs(experiment, cells, args.output, args.configs, args.set, args.set_detectors)
-    folders = [args.output, *args.timed]
+
+
+def announce(cells: Sequence[Cell], jobs: Mapping[str, Job], args: argparse.Namespace) -> None:
+    """Print how many runs are finished; in a dry run also the commands of the others."""
     if args.dry_run:
         unfinished = [job for job in jobs.values() if job.metrics is None]
         print("\n".join(" ".join(job.command(args.launch)) for job in unfinished))
-    print(describe_time(cells, jobs, folders, args.jobs))
-    if args.dry_run:
-        return 0
-    try:
-        run_jobs(list(jobs.values()), launch=args.launch, parallel=args.jobs, keep_going=True)
-    finally:  # the table has the finished runs even after a failure
-        results = collect(experiment, cells, jobs, configs)
-        time = describe_time(cells, jobs, folders, args.jobs)
-        lines = [*as_markdown(experiment, results), time, "", made_by(__file__, argv)]
-        write_table(args.output / "end_to_end", results, lines)
-        if results:
-            draw(experiment, results, args.output / "end_to_end.png")
-    return 0
+    print(describe_time(cells, jobs, [args.output, *args.timed], args.jobs))
 
 
 def plan(
