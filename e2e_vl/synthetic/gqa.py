@@ -2,8 +2,10 @@
 
 There are five kinds of questions, as in GQA's structural types: ask for the value of an attribute (query), choose
 between two values (choose), ask whether a thing exists (verify), whether both or either of two things exist (logical),
-or whether two things have the same colour or shape (compare). Yes and no are equally frequent, and values are drawn
-by drawing objects, so the words of a question reveal little about the answer.
+or whether two things have the same colour or shape (compare). Neither the words of a question nor the image reveal much
+about the answer. A value is asked for only if the scene has other values of the attribute that could be asked for, and
+each of them is equally likely, however many objects have it; both values of a choice are among them. Yes and no are
+equally frequent, and things are compared only in scenes where some are the same and some are not.
 
 A question about a value entails two others, which are not balanced: whether the thing has that value, and whether it
 has another one. The entailed questions are only in the files of all questions, not in the balanced files.
@@ -13,23 +15,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from typing_extensions import override
 
 from e2e_vl.synthetic.base import FormatWriter, SceneRecord, by_split, write_compact
-from e2e_vl.synthetic.language import SLOTS, THING_SLOTS, Values, draw_thing, identify, noun_phrase, without
+from e2e_vl.synthetic.language import (
+    THING_SLOTS,
+    Values,
+    draw_thing,
+    identified_by_value,
+    identify_each_value,
+    noun_phrase,
+    without,
+)
 from e2e_vl.synthetic.scenes import SceneGraph, members
 
-_KINDS = ("query", "query", "query", "choose", "verify", "verify", "logical", "compare")
+_MOST_QUERIES = 4  # questions for the value of an attribute, about one scene
+_KINDS = ("choose", "verify", "verify", "logical", "compare")  # the other questions about it
 _ASKED = ("colour", "shape", "size")  # attributes that questions ask for
+_COMPARED = ("colour", "shape")
 _SPELLED = {"colour": "color"}  # GQA's names of attributes
 _ATTEMPTS = 30
 
 _YES_OR_NO = ("yes", "no")
 _ANSWER = {True: "yes", False: "no"}
 
+T = TypeVar("T")
 _Question = dict[str, Any]  # a record that refers to other questions and objects by number instead of id
 
 
@@ -76,23 +89,29 @@ def draw_questions(graph: SceneGraph, values: Values, rng: np.random.Generator) 
 
     An entailed question follows the one that entails it, unless it was asked before.
     """
-    makers = {"query": _query, "choose": _choose, "verify": _verify, "logical": _logical, "compare": _compare}
     questions: dict[str, _Question] = {}
+    for candidates in _queries(graph, values, rng)[:_MOST_QUERIES]:
+        _add(questions, candidates)
+    makers = {"choose": _choose, "verify": _verify, "logical": _logical, "compare": _compare}
     for kind in _KINDS:
         for _ in range(_ATTEMPTS):
-            candidates = makers[kind](graph, values, rng)
-            if candidates is None:
+            question = makers[kind](graph, values, rng)
+            if question is None:
                 break
-            question, *entailed = candidates
-            if question["question"] in questions:
-                continue
-            entailed = [candidate for candidate in entailed if candidate["question"] not in questions]
-            first_entailed = len(questions) + 1
-            question["entailed"] = list(range(first_entailed, first_entailed + len(entailed)))
-            for new_question in (question, *entailed):
-                questions[new_question["question"]] = new_question
-            break
+            if question["question"] not in questions:
+                _add(questions, [question])
+                break
     return list(questions.values())
+
+
+def _add(questions: dict[str, _Question], candidates: Sequence[_Question]) -> None:
+    """Add a new question and those that it entails, unless they were asked before."""
+    question, *entailed = candidates
+    entailed = [candidate for candidate in entailed if candidate["question"] not in questions]
+    first_entailed = len(questions) + 1
+    question["entailed"] = list(range(first_entailed, first_entailed + len(entailed)))
+    for new_question in (question, *entailed):
+        questions[new_question["question"]] = new_question
 
 
 def _make_question(
@@ -138,29 +157,38 @@ class _AskedValue(NamedTuple):
     article: str  # before a value: "a " or nothing
 
 
-def _draw_value(graph: SceneGraph, values: Values, rng: np.random.Generator) -> _AskedValue | None:
-    slot = _ASKED[rng.integers(len(_ASKED))]
-    identified = identify(graph, without(SLOTS, slot), rng)
-    if identified is None or len(values[slot]) < 2:
-        return None
-    index, description = identified
-    value = getattr(graph.appearances[index], slot)
-    return _AskedValue(
-        index,
-        noun_phrase(description),
-        slot,
-        _SPELLED.get(slot, slot),
-        value,
-        without(values[slot], value),
-        article="a " if slot == "shape" else "",
-    )
+def _values_asked(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[list[_AskedValue]]:
+    """Draw how each value is asked for that can be, by attribute; leaves out attributes with a single such value."""
+    by_slot = []
+    for slot in _ASKED:
+        identified = identify_each_value(graph, slot, rng)
+        if len(identified) < 2:
+            continue
+        asked_values = []
+        for index, description in identified:
+            value = getattr(graph.appearances[index], slot)
+            asked = _AskedValue(
+                index,
+                noun_phrase(description),
+                slot,
+                _SPELLED.get(slot, slot),
+                value,
+                without(values[slot], value),
+                article="a " if slot == "shape" else "",
+            )
+            asked_values.append(asked)
+        by_slot.append(asked_values)
+    return by_slot
 
 
-def _query(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[_Question] | None:
+def _queries(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[list[_Question]]:
+    """Ask for each value that can be asked for, in random order; see `_query`."""
+    asked_values = [asked for same_slot in _values_asked(graph, values, rng) for asked in same_slot]
+    return [_query(asked_values[number], values, rng) for number in rng.permutation(len(asked_values))]
+
+
+def _query(asked: _AskedValue, values: Values, rng: np.random.Generator) -> list[_Question]:
     """Ask for a value; entails asking whether it is that value, and whether it is another one."""
-    asked = _draw_value(graph, values, rng)
-    if asked is None:
-        return None
     select = ("select", f"{asked.thing} ({asked.index})")
     query = _make_question(
         f"what {asked.name} is the {asked.thing}",
@@ -187,13 +215,15 @@ def _query(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[
     return questions
 
 
-def _choose(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[_Question] | None:
-    asked = _draw_value(graph, values, rng)
-    if asked is None:
+def _choose(graph: SceneGraph, values: Values, rng: np.random.Generator) -> _Question | None:
+    """Choose between two values that are both in the scene; it could have been asked about the other one, too."""
+    by_slot = _values_asked(graph, values, rng)
+    if not by_slot:
         return None
-    pair = [asked.value, asked.others[rng.integers(len(asked.others))]]
+    asked, other = by_slot[rng.integers(len(by_slot))][:2]
+    pair = [asked.value, other.value]
     first, second = (pair[number] for number in rng.permutation(2))
-    question = _make_question(
+    return _make_question(
         f"is the {asked.thing} {asked.article}{first} or {asked.article}{second}",
         asked.value,
         (first, second),
@@ -202,20 +232,19 @@ def _choose(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list
         group=f"choose {asked.name}",
         objects=[asked.index],
     )
-    return [question]
 
 
-def _verify(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[_Question] | None:
+def _verify(graph: SceneGraph, values: Values, rng: np.random.Generator) -> _Question | None:
     exists = bool(rng.random() < 0.5)
     thing = draw_thing(graph, THING_SLOTS[rng.integers(3)], values, exists, rng)
     if thing is None:
         return None
     program = (("select", thing), ("exist", "?"))
     types = ("verify", "obj", "exist")
-    return [_make_question(f"is there a {thing}", _ANSWER[exists], _YES_OR_NO, program, types)]
+    return _make_question(f"is there a {thing}", _ANSWER[exists], _YES_OR_NO, program, types)
 
 
-def _logical(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[_Question] | None:
+def _logical(graph: SceneGraph, values: Values, rng: np.random.Generator) -> _Question | None:
     """Choose whether the things exist so that "and" and "or" are true as often as false."""
     word = ("and", "or")[rng.integers(2)]
     is_true = bool(rng.random() < 0.5)
@@ -230,7 +259,7 @@ def _logical(graph: SceneGraph, values: Values, rng: np.random.Generator) -> lis
     if first is None or second is None or first == second:
         return None
     start = "are there" if word == "and" else "is there"
-    question = _make_question(
+    return _make_question(
         f"{start} a {first} {word} a {second}",
         _ANSWER[is_true],
         _YES_OR_NO,
@@ -238,27 +267,36 @@ def _logical(graph: SceneGraph, values: Values, rng: np.random.Generator) -> lis
         ("logical", "obj", f"exist{word.capitalize()}"),
         dependencies=[[], [0], [], [2], [1, 3]],
     )
-    return [question]
 
 
-def _compare(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[_Question] | None:
-    slot = ("colour", "shape")[rng.integers(2)]
-    is_same = bool(rng.random() < 0.5)
-    for _ in range(_ATTEMPTS):
-        pair = [identify(graph, without(SLOTS, slot), rng) for _ in range(2)]
-        if None in pair:
-            return None
-        (index, description), (other_index, other_description) = pair
-        value = getattr(graph.appearances[index], slot)
-        other_value = getattr(graph.appearances[other_index], slot)
-        if index != other_index and (value == other_value) == is_same:
-            break
-    else:
+def _compare(graph: SceneGraph, values: Values, rng: np.random.Generator) -> _Question | None:
+    """Ask whether two things have the same colour or shape, in a scene where yes and no are both possible."""
+    options = []  # an attribute, and the objects by its values
+    for slot in _COMPARED:
+        by_value = list(identified_by_value(graph, slot).values())
+        if len(by_value) > 1 and max(map(len, by_value)) > 1:
+            options.append((slot, by_value))
+    if not options:
         return None
+    slot, by_value = options[rng.integers(len(options))]
+    is_same = bool(rng.random() < 0.5)
+    if is_same:
+        shared = [objects for objects in by_value if len(objects) > 1]
+        objects = shared[rng.integers(len(shared))]
+        index, other_index = rng.permutation(list(objects))[:2].tolist()
+        other_objects = objects
+    else:
+        first, second = rng.permutation(len(by_value))[:2]
+        objects = by_value[first]
+        other_objects = by_value[second]
+        index = _pick(list(objects), rng)
+        other_index = _pick(list(other_objects), rng)
+    description = _pick(objects[index], rng)
+    other_description = _pick(other_objects[other_index], rng)
     name = _SPELLED.get(slot, slot)
     thing = noun_phrase(description)
     other_thing = noun_phrase(other_description)
-    question = _make_question(
+    return _make_question(
         f"do the {thing} and the {other_thing} have the same {name}",
         _ANSWER[is_same],
         _YES_OR_NO,
@@ -267,7 +305,10 @@ def _compare(graph: SceneGraph, values: Values, rng: np.random.Generator) -> lis
         dependencies=[[], [], [0, 1]],
         objects=[index, other_index],
     )
-    return [question]
+
+
+def _pick(options: Sequence[T], rng: np.random.Generator) -> T:
+    return options[rng.integers(len(options))]
 
 
 def _with_ids(scene: SceneRecord) -> dict[str, _Question]:

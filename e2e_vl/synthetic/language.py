@@ -466,6 +466,17 @@ def all_descriptions(slots: Sequence[str], values: Values) -> list[Description]:
     return descriptions
 
 
+def identifying(appearances: Sequence[Appearance], index: int, slots: Sequence[str]) -> list[Description]:
+    """Return the descriptions by some of these attributes that fit this object and no other one."""
+    descriptions = []
+    for subset in _subsets(slots, 1):
+        description = describe(appearances[index], subset)
+        num_fitting = sum(is_true_of(description, appearance) for appearance in appearances)
+        if num_fitting == 1:
+            descriptions.append(description)
+    return descriptions
+
+
 def identify(
     graph: SceneGraph,
     slots: Sequence[str],
@@ -477,16 +488,39 @@ def identify(
     None if no object has one.
     """
     for index in rng.permutation(graph.count):
-        identifying = []
-        for subset in _subsets(slots, 1):
-            description = describe(graph.appearances[index], subset)
-            if members(description.mask(graph)) != [index]:
-                continue
-            if is_suitable is None or is_suitable(description):
-                identifying.append(description)
-        if identifying:
-            return int(index), identifying[rng.integers(len(identifying))]
+        descriptions = identifying(graph.appearances, index, slots)
+        if is_suitable is not None:
+            descriptions = [description for description in descriptions if is_suitable(description)]
+        if descriptions:
+            return int(index), descriptions[rng.integers(len(descriptions))]
     return None
+
+
+def identified_by_value(graph: SceneGraph, slot: str) -> dict[str, dict[int, list[Description]]]:
+    """Find the objects whose value of an attribute a question can ask for.
+
+    Returns value -> index of an object -> the descriptions by other attributes that fit only it.
+    """
+    by_value: dict[str, dict[int, list[Description]]] = {}
+    for index, appearance in enumerate(graph.appearances):
+        descriptions = identifying(graph.appearances, index, without(SLOTS, slot))
+        if descriptions:
+            by_value.setdefault(getattr(appearance, slot), {})[index] = descriptions
+    return by_value
+
+
+def identify_each_value(graph: SceneGraph, slot: str, rng: np.random.Generator) -> list[tuple[int, Description]]:
+    """Draw, for each value that a question can ask for, an object with it and a description that fits only it.
+
+    The values are in random order. So each is equally likely to be first, however many objects have it.
+    """
+    drawn = []
+    for descriptions_of in identified_by_value(graph, slot).values():
+        indices = list(descriptions_of)
+        index = indices[rng.integers(len(indices))]
+        descriptions = descriptions_of[index]
+        drawn.append((index, descriptions[rng.integers(len(descriptions))]))
+    return [drawn[number] for number in rng.permutation(len(drawn))]
 
 
 def draw_thing(

@@ -2,7 +2,8 @@
 
 `shortcuts.json` in the folder of a format: split -> rule -> accuracy. A rule about one family, or VCR's rationales,
 begins with that and a slash; "chance" is a guess without image and text. What is usual is counted in one half of the
-scenes and tried on the other.
+scenes and tried on the other. "Any value that can be asked for" is what is left to a rule that sees an image of VQA or
+GQA perfectly and reads only the kind of question.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ import numpy as np
 
 from e2e_vl.synthetic.base import Recipe, SceneRecord, by_split, write_compact
 from e2e_vl.synthetic.config import COLOURS, SHAPES, SIZES, TEXTURES
-from e2e_vl.synthetic.language import Description, is_true_of, noun_phrase, pluralised
+from e2e_vl.synthetic.language import (
+    SLOTS,
+    Description,
+    identifying,
+    is_true_of,
+    noun_phrase,
+    pluralised,
+    without,
+)
 from e2e_vl.synthetic.nlvr2 import draw_sets
 from e2e_vl.synthetic.phrases import DrawnPhrase, drawn_phrases
 from e2e_vl.synthetic.vqa import vqa_scores
@@ -85,20 +94,34 @@ class _AnsweredQuestion(NamedTuple):
     kind: str
     scores: dict[str, float]  # of answers; of others 0
     values: Sequence[str]  # answers that an image can show
+    askable: set[str]  # values in the scene, of all attributes, that some question could ask for
 
 
 def _answered_questions(scenes: Sequence[SceneRecord]) -> Iterator[_AnsweredQuestion]:
     """Yield the questions of VQA, or the balanced ones of GQA."""
     for scene in scenes:
         questions = scene.drawn if isinstance(scene.drawn, list) else scene.drawn["questions"]
+        askable = _askable_values(scene)
         for question in questions:
             if "answers" in question:
                 kind = question["kind"]
                 values = {"colour": COLOURS, "shape": SHAPES}.get(kind, ())
-                yield _AnsweredQuestion(scene, kind, vqa_scores(question["answers"]), values)
+                yield _AnsweredQuestion(scene, kind, vqa_scores(question["answers"]), values, askable)
             elif question["isBalanced"]:
                 scores = {question["answer"]: 1.0}
-                yield _AnsweredQuestion(scene, question["types"]["detailed"], scores, question["choices"])
+                kind = question["types"]["detailed"]
+                yield _AnsweredQuestion(scene, kind, scores, question["choices"], askable)
+
+
+def _askable_values(scene: SceneRecord) -> set[str]:
+    """Return the values of objects that other attributes tell from all others."""
+    appearances = [item.appearance for item in scene.objects]
+    values = set()
+    for index, appearance in enumerate(appearances):
+        for slot in SLOTS:
+            if identifying(appearances, index, without(SLOTS, slot)):
+                values.add(getattr(appearance, slot))
+    return values
 
 
 def _answering(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Scores:
@@ -118,9 +141,15 @@ def _answering(scenes: Sequence[SceneRecord], recipe: Recipe) -> _Scores:
         for item in question.scene.objects:
             shown.update(vars(item.appearance).values())
         shown_values = [value for value in question.values if shown[value]]
-        if shown_values:
-            guess = max(shown_values, key=shown.__getitem__)
-        yield "most frequent value in the image", question.scores.get(guess, 0.0)
+        numbers = [shown[value] for value in shown_values]
+        guesses = {
+            "most frequent value in the image": [value for value in shown_values if shown[value] == max(numbers)],
+            "rarest value in the image": [value for value in shown_values if shown[value] == min(numbers)],
+            "any value that can be asked for": [value for value in shown_values if value in question.askable],
+        }
+        for rule, values in guesses.items():  # of several values one is guessed
+            scores = [question.scores.get(value, 0.0) for value in values or [guess]]
+            yield rule, float(np.mean(scores))
 
 
 def _most_common(answers: Counter[str]) -> str:

@@ -1,8 +1,9 @@
 """Writer of VQA v2: questions about scenes with ten answers each.
 
-Every kind of question is balanced, so that its words say little about the answer: the object whose colour or shape is
-asked for is drawn at random, a count is drawn before what is counted, and yes is as frequent as no. The ten people
-mostly agree: some are wrong, and some write a number as a word.
+Every kind of question is balanced, so that neither its words nor the image says much about the answer. A colour or
+shape is asked for only if the scene has others that could be asked for, and each of them is equally likely, however
+many objects have it. A count is drawn before what is counted, and yes is as frequent as no. The ten people mostly
+agree: some are wrong, and some write a number as a word.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from e2e_vl.synthetic.language import (
     all_descriptions,
     draw_thing,
     identify,
+    identify_each_value,
     noun_phrase,
     without,
 )
@@ -37,10 +39,10 @@ SOURCE = "vqa"  # name of these questions in other formats
 SCORES = (0.0, 0.3, 0.6, 0.9, 1.0)  # of an answer that 0, 1, 2, 3, and 4 or more of ten people gave
 _WRONG = 0.08  # chance that a person is wrong
 _SPELLED = 0.1  # chance that a person writes a number up to ten as a word
-_KINDS = ("colour", "colour", "shape", "count", "count", "exists", "verify")  # the questions about one scene
+_MOST = {"colour": 3, "shape": 1, "count": 2, "exists": 1, "verify": 1}  # questions of each kind about one scene
 _ANSWER_TYPES = {"count": "number", "exists": "yes/no", "verify": "yes/no"}  # of other kinds: "other"
 _COUNTED = (("colour",), ("shape",), ("texture", "colour"))
-_ATTEMPTS = 30
+_MANY_COUNTS = 3  # as many different answers are better than fewer
 _YES_OR_NO = {True: ("yes", ["no"]), False: ("no", ["yes"])}  # the right answer, and the wrong one
 _INFO = {
     "description": "Questions about drawn scenes in the layout of VQA v2.0; not part of it.",
@@ -113,83 +115,92 @@ def draw_vqa_questions(graph: SceneGraph, config: SceneConfig, rng: np.random.Ge
     "multiple_choice_answer"; at least one question is about a count.
     """
     makers = {
-        "colour": partial(_ask_value, "colour", "what color is the"),
-        "shape": partial(_ask_value, "shape", "what is the"),
-        "count": _ask_count,
+        "colour": partial(_ask_values, "colour", "what color is the"),
+        "shape": partial(_ask_values, "shape", "what is the"),
+        "count": _ask_counts,
         "exists": _ask_existence,
         "verify": _ask_yes_or_no,
     }
-    questions: dict[str, _Question] = {}
-    for kind in _KINDS:
-        for _ in range(_ATTEMPTS):
-            draft = makers[kind](graph, config.values, rng)
-            if draft is None:
-                break
-            text = draft.text
-            if text in questions:
-                continue
+    questions = []
+    for kind, most in _MOST.items():
+        drafts = makers[kind](graph, config.values, rng)
+        for draft in drafts[:most]:
             answers = _answers_of_people(draft.answer, draft.wrong_answers, rng)
             [(most_common, _)] = Counter([*answers, draft.answer]).most_common(1)
-            questions[text] = {
-                "question": text[0].upper() + text[1:] + "?",
+            question = {
+                "question": draft.text[0].upper() + draft.text[1:] + "?",
                 "kind": kind,
                 "question_type": draft.question_type,
                 "answer_type": _ANSWER_TYPES.get(kind, "other"),
                 "answers": answers,
                 "multiple_choice_answer": most_common,
             }
-            break
-    return list(questions.values())
+            questions.append(question)
+    return questions
 
 
-def _ask_value(
+def _ask_values(
     slot: str, question_type: str, graph: SceneGraph, values: Values, rng: np.random.Generator
-) -> _Draft | None:
-    identified = identify(graph, without(SLOTS, slot), rng)
-    if identified is None:
-        return None
-    index, description = identified
-    answer = getattr(graph.appearances[index], slot)
-    text = f"{question_type} {noun_phrase(description)}"
-    return _Draft(text, question_type, answer, without(values[slot], answer))
+) -> list[_Draft]:
+    """Ask for each value that can be asked for, in random order; none if there is only one."""
+    identified = identify_each_value(graph, slot, rng)
+    if len(identified) < 2:
+        return []
+    drafts = []
+    for index, description in identified:
+        answer = getattr(graph.appearances[index], slot)
+        text = f"{question_type} {noun_phrase(description)}"
+        drafts.append(_Draft(text, question_type, answer, without(values[slot], answer)))
+    return drafts
 
 
-def _ask_count(graph: SceneGraph, values: Values, rng: np.random.Generator) -> _Draft:
-    """Ask how many objects fit a description; every count that occurs is equally likely."""
-    slots = _COUNTED[rng.integers(len(_COUNTED))]
-    by_count: dict[int, list[Description]] = defaultdict(list)
-    for description in all_descriptions(slots, values):
-        by_count[description.mask(graph).bit_count()].append(description)
-    counts = sorted(by_count)
-    count = counts[rng.integers(len(counts))]
-    descriptions = by_count[count]
-    description = descriptions[rng.integers(len(descriptions))]
-    text = f"how many {noun_phrase(description, plural=True)} are there"
-    neighbours = [str(other) for other in (count - 1, count + 1) if other >= 0]
-    return _Draft(text, "how many", str(count), neighbours)
+def _ask_counts(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[_Draft]:
+    """Ask how many objects fit a description, once for each count that occurs, in random order."""
+    by_count = _draw_counted(graph, values, rng)
+    drafts = []
+    for count in rng.permutation(sorted(by_count)):
+        descriptions = by_count[count]
+        description = descriptions[rng.integers(len(descriptions))]
+        text = f"how many {noun_phrase(description, plural=True)} are there"
+        neighbours = [str(other) for other in (count - 1, count + 1) if other >= 0]
+        drafts.append(_Draft(text, "how many", str(count), neighbours))
+    return drafts
 
 
-def _ask_existence(graph: SceneGraph, values: Values, rng: np.random.Generator) -> _Draft | None:
+def _draw_counted(graph: SceneGraph, values: Values, rng: np.random.Generator) -> dict[int, list[Description]]:
+    """Draw the attributes that say what is counted; returns count -> descriptions by them that fit so many objects."""
+    options = []
+    for slots in _COUNTED:
+        by_count: dict[int, list[Description]] = defaultdict(list)
+        for description in all_descriptions(slots, values):
+            by_count[description.mask(graph).bit_count()].append(description)
+        options.append(by_count)
+    with_many_counts = [by_count for by_count in options if len(by_count) >= _MANY_COUNTS]
+    options = with_many_counts or options
+    return options[rng.integers(len(options))]
+
+
+def _ask_existence(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[_Draft]:
     slots = THING_SLOTS[rng.integers(len(THING_SLOTS))]
     exists = bool(rng.random() < 0.5)
     thing = draw_thing(graph, slots, values, exists, rng)
     if thing is None:
-        return None
-    return _Draft(f"is there a {thing}", "is there a", *_YES_OR_NO[exists])
+        return []
+    return [_Draft(f"is there a {thing}", "is there a", *_YES_OR_NO[exists])]
 
 
-def _ask_yes_or_no(graph: SceneGraph, values: Values, rng: np.random.Generator) -> _Draft | None:
+def _ask_yes_or_no(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[_Draft]:
     slot = ("colour", "texture", "size")[rng.integers(3)]
     identified = identify(graph, without(SLOTS, slot), rng)
     if identified is None or len(values[slot]) < 2:
-        return None
+        return []
     index, description = identified
     value = getattr(graph.appearances[index], slot)
     is_true = bool(rng.random() < 0.5)
     if not is_true:
         others = without(values[slot], value)
         value = others[rng.integers(len(others))]
-    return _Draft(f"is the {noun_phrase(description)} {value}", "is the", *_YES_OR_NO[is_true])
+    return [_Draft(f"is the {noun_phrase(description)} {value}", "is the", *_YES_OR_NO[is_true])]
 
 
 def _answers_of_people(right: str, wrong: Sequence[str], rng: np.random.Generator) -> list[str]:

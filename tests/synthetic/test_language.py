@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from e2e_vl.synthetic.config import TEXTURES, SceneConfig
-from e2e_vl.synthetic.language import Description, ReferringExpression, referent
+from e2e_vl.synthetic.language import Description, ReferringExpression, identify_each_value, referent
 from e2e_vl.synthetic.scenes import Appearance, Scene, SceneGraph, SceneObject
 
 VALUES = SceneConfig(textures=TEXTURES).values
@@ -93,3 +93,18 @@ def test_distances_are_between_pixels_and_between_centres():
     graph = SceneGraph(SCENE)
     assert [graph.gap[0, 1], graph.gap[1, 2], graph.gap[1, 3]] == pytest.approx([1, 5, np.hypot(21, 45)], rel=0.02)
     assert graph.distance[2, 4] == pytest.approx(np.hypot(42, 72))
+
+
+def test_a_rare_value_is_asked_for_as_often_as_a_frequent_one():
+    graph = SceneGraph(SCENE)
+    rng = np.random.default_rng(0)
+    num_red = 0
+    for _ in range(400):
+        identified = identify_each_value(graph, "colour", rng)
+        colours = [graph.appearances[index].colour for index, _ in identified]
+        assert sorted(colours) == ["blue", "red"]
+        for index, drawn in identified:
+            assert drawn.colour is None
+            assert drawn.mask(graph) == 1 << index
+        num_red += colours[0] == "red"
+    assert 170 < num_red < 230  # of six objects two are red
