@@ -6,7 +6,8 @@
 
 What the settings, tasks, encoders and variants are is in configs/end_to_end/settings.yaml. Each run of tools/train.py
 lies in OUTPUT/<setting>_<task>_<encoder>_<variant>_<seed>. It starts from a random encoder and from its setting's
-detector, which is trained once (configs/pairs/detector.yaml, in OUTPUT/<detector>). Scenes are drawn into OUTPUT/data.
+detector, which is trained once (configs/pairs/detector.yaml, in OUTPUT/<detector>), or continues another task's run.
+Scenes are drawn into OUTPUT/data.
 
 Writes OUTPUT/end_to_end.json, end_to_end.md and end_to_end.png with all finished runs, also after a failure: accuracy
 on the evaluated splits with annotated and predicted boxes, mean and standard deviation over seeds, the difference
@@ -54,6 +55,8 @@ class TaskPlan(Config, frozen=True):
 
     encoders: tuple[str, ...]
     overrides: tuple[str, ...] = ()
+    # another task, whose run of the same setting, encoder, variant and seed comes first: detector and encoder continue
+    after: str | None = None
 
 
 class Setting(Config, frozen=True):
@@ -70,6 +73,7 @@ class Experiment(Config, frozen=True):
     """The content of configs/end_to_end/settings.yaml; overrides are `key=value` settings."""
 
     common: list[str]
+    encoder_overrides: dict[str, list[str]]  # encoder -> settings of its runs
     tasks: dict[str, TaskPlan]
     variants: dict[str, list[str]]  # two, of which the second is compared to the first
     detectors: dict[str, list[str]]  # name -> changes to configs/pairs/detector.yaml
@@ -174,6 +178,17 @@ def plan(
     return cells
 
 
+def with_earlier(experiment: Experiment, cells: Sequence[Cell]) -> list[Cell]:
+    """Return the runs, each after the run that it continues."""
+    ordered: dict[Cell, None] = {}
+    for cell in cells:
+        earlier_task = experiment.tasks[cell.task].after
+        if earlier_task is not None:
+            ordered[cell._replace(task=earlier_task)] = None
+        ordered[cell] = None
+    return list(ordered)
+
+
 def make_jobs(
     experiment: Experiment,
     cells: Sequence[Cell],
@@ -200,20 +215,25 @@ def make_jobs(
     config_folder = output / "configs"
     config_folder.mkdir(parents=True, exist_ok=True)
     overridden = {word.partition("=")[0] for word in overrides}
-    for cell in cells:
+    for cell in with_earlier(experiment, cells):
         setting = experiment.settings[cell.setting]
+        task = experiment.tasks[cell.task]
         key = (cell.setting, cell.task, cell.encoder)
         config_file = config_folder / f"{'_'.join(key)}.yaml"
         if key not in configs:
             changes = [f"data.root={output / 'data' / f'{setting.data}_{cell.task}'}"]
-            changes += [*experiment.common, *experiment.tasks[cell.task].overrides]
+            changes += [*experiment.common, *task.overrides, *experiment.encoder_overrides.get(cell.encoder, ())]
             changes += [*setting.overrides, *setting.task_overrides.get(cell.task, ()), *overrides]
             configs[key] = make_config(folder, cell.task, cell.encoder, encoders[cell.encoder], changes)
             save_config(configs[key], config_file)
 
         run_overrides = [*experiment.variants[cell.variant], f"seed={cell.seed}"]
         after: tuple[Path, ...] = ()
-        if configs[key].detector.weights is not None and "detector.weights" not in overridden:
+        if task.after is not None:
+            run = output / cell._replace(task=task.after).name
+            run_overrides += [f"detector.weights={run / 'model'}", f"encoder.weights={run / 'model'}"]
+            after = (run,)
+        elif configs[key].detector.weights is not None and "detector.weights" not in overridden:
             run = output / setting.detector
             changes = [f"data.root={output / 'data' / DETECTOR}", *experiment.detectors[setting.detector]]
             detector_job = Job(CONFIGS / f"{DETECTOR}.yaml", (*changes, *detector_overrides), run)

@@ -58,14 +58,18 @@ def test_runs_differ_in_what_their_detector_knows_and_in_the_pictures(tmp_path):
         assert (config.task.name, config.encoder.name) == (cell.task, cell.encoder)
         assert config.train.log_every == 7
         assert config.detector.freeze == (cell.variant == "frozen")
-        assert config.detector.weights == str(jobs[setting.detector].run / "model")
-        assert jobs[cell.name].after == (jobs[setting.detector].run,)
-        assert config.data.eval_splits == ["val", "testA"]
+        earlier_task = EXPERIMENT.tasks[cell.task].after
+        earlier = setting.detector if earlier_task is None else cell._replace(task=earlier_task).name
+        assert config.detector.weights == str(jobs[earlier].run / "model")
+        assert config.encoder.weights == (None if earlier_task is None else config.detector.weights)
+        assert jobs[cell.name].after == (jobs[earlier].run,)
+        assert config.data.eval_splits == ["testA"]
         assert config.eval.boxes == (["gt"] if cell.task == "vcr" else ["gt", "online"])
         assert set(DATASETS[cell.task].cls.box_sources).issuperset(config.eval.boxes)
         rendering = config.data.synthetic.config.rendering
         assert (rendering.noise == 8) == (cell.setting == "other_pictures")
         heads = config.detector.overrides["MODEL"].get("ROI_BOX_HEAD", {})
+        assert ("NORM" in config.detector.overrides["MODEL"]["RESNETS"]) == (cell.setting != "other_pictures")
         detector_heads = configs[setting.detector].detector.overrides["MODEL"]["ROI_BOX_HEAD"]
         is_classes_only = cell.setting == "classes_only"
         assert (heads == {"ATTRIBUTES": {"NUM_CLASSES": 0}}) == is_classes_only
@@ -79,7 +83,7 @@ def test_runs_differ_in_what_their_detector_knows_and_in_the_pictures(tmp_path):
 def test_the_table_has_differences_of_the_same_seeds_and_the_time_of_what_is_left(tmp_path, monkeypatch, capsys):
     cells = tool.plan(EXPERIMENT, ["all_taught", "classes_only"], ["vqa"], ["vl_bert"], [0, 1, 2])
     jobs, configs = make_jobs(cells, tmp_path)
-    assert tool.describe_time(cells, jobs, [tmp_path], 1) == "0 of 14 runs are finished."
+    assert tool.describe_time(cells, jobs, [tmp_path], 1) == "0 of 26 runs are finished."
     assert tool.as_markdown(EXPERIMENT, tool.collect(EXPERIMENT, cells, jobs, configs))[0] == "No run is finished yet."
     for name, value in (
         ("frozen_0", 0.5),
@@ -91,7 +95,7 @@ def test_the_table_has_differences_of_the_same_seeds_and_the_time_of_what_is_lef
         finish(jobs[f"classes_only_vqa_vl_bert_{name}"], value)
     monkeypatch.setattr(tool, "read_baselines", lambda *_: {"a/guess": 0.5, "guess": 0.3, "chance": 0.25})
     results = tool.collect(EXPERIMENT, cells, jobs, configs)
-    assert len(results) == 4, "two splits, each with annotated and predicted boxes"
+    assert [row["boxes"] for row in results] == ["gt", "online"]
     difference = results[-1]["accuracy"]["difference"]
     assert difference["seeds"] == [0, 1]
     assert difference["values"] == pytest.approx([0.2, 0.3])
@@ -100,15 +104,15 @@ def test_the_table_has_differences_of_the_same_seeds_and_the_time_of_what_is_lef
     assert "| | frozen | trained | difference | best shortcut | steps | minutes |" in lines
     cells_of_row = "0.550 ± 0.071 | 0.800 ± 0.100 | +0.250 ± 0.071 | 0.300 | 600 | 25"
     assert f"| VQA, vl_bert, testA, annotated boxes | {cells_of_row} |" in lines
-    steps = 6 * 600 + 2400 + 2 * 1125  # half a second each, and a minute beside it per run
-    hours = (steps / 2 + 9 * 60) / 2 / 3600
-    sentence = f"5 of 14 runs are finished; the others need about {hours:.1f} hours with 2 in parallel."
+    steps = (7 + 12) * 1200 + 2 * 1125  # half a second each, and a minute beside it per run
+    hours = (steps / 2 + 21 * 60) / 2 / 3600
+    sentence = f"5 of 26 runs are finished; the others need about {hours:.1f} hours with 2 in parallel."
     assert tool.describe_time(cells, jobs, [tmp_path], 2) == sentence
     words = ["--output", str(tmp_path / "other"), "--dry-run", "--timed", str(tmp_path)]
     assert tool.main([*words, "--tasks", "vqa", "--seeds", "0"]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("train.py") == 6 + 2
-    assert "0 of 8 runs are finished; the others need about" in printed
+    assert printed.count("train.py") == 6 + 6 + 2
+    assert "0 of 14 runs are finished; the others need about" in printed
 
 
 def test_the_closest_runs_give_the_time():
@@ -136,7 +140,7 @@ def test_real_runs_of_every_setting(tmp_path, monkeypatch, capsys):
     assert tool.main(words) == 0
     assert len(calls) == 6
     results = json.loads((folder / "end_to_end.json").read_text())
-    assert len(results) == 3 * 2 * 2
+    assert len(results) == 3 * 2
     for row in results:
         assert row["steps"] == 2
         assert row["shortcut"] > 0
