@@ -1,9 +1,9 @@
 """Writer of VQA v2: questions about scenes with ten answers each.
 
 Every kind of question is balanced, so that neither its words nor the image says much about the answer. A colour or
-shape is asked for only if the scene has others that could be asked for, and each of them is equally likely, however
-many objects have it. A count is drawn before what is counted, and yes is as frequent as no. The ten people mostly
-agree: some are wrong, and some write a number as a word.
+shape of one object among several is asked for only if the scene has others that could be asked for, and each of them
+is equally likely, however many objects have it. A count is drawn before what is counted, and yes is as frequent as no.
+The ten people mostly agree: some are wrong, and some write a number as a word.
 """
 
 from __future__ import annotations
@@ -142,9 +142,9 @@ def draw_vqa_questions(graph: SceneGraph, config: SceneConfig, rng: np.random.Ge
 def _ask_values(
     slot: str, question_type: str, graph: SceneGraph, values: Values, rng: np.random.Generator
 ) -> list[_Draft]:
-    """Ask for each value that can be asked for, in random order; none if there is only one."""
+    """Ask for each value that can be asked for, in random order; none if there is only one, but of several objects."""
     identified = identify_each_value(graph, slot, rng)
-    if len(identified) < 2:
+    if len(identified) == 1 and graph.count > 1:
         return []
     drafts = []
     for index, description in identified:
