@@ -179,7 +179,9 @@ def test_a_call_of_a_tool_is_valid(file, tool, words, tool_mains, monkeypatch) -
         if word.startswith("configs/"):
             assert (ROOT / word).is_file(), f"{file}: there is no {word}"
     others = ("configs/detector/", "configs/accelerate/")
-    runs = [word for word in words if word.startswith("configs/") and not word.startswith(others)]
+    options = ["", *words]  # the word before each
+    named = [word for word, option in zip(words, options, strict=False) if option != "--variants"]
+    runs = [word for word in named if word.startswith("configs/") and not word.startswith(others)]
     config = next(iter(runs), DEMO)
     if runs or not any(word.startswith(("task.config", "encoder.config", "data.config")) for word in words):
         load_config(config, [word for word in words if SETTING.fullmatch(word)])
