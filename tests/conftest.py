@@ -260,7 +260,7 @@ def run_of(shared_folder: Path) -> Callable[..., Path]:
 
     def make(task: str, encoder: str = "vl_bert") -> Path:
         words = [
-            "data.synthetic={scenes: {train: 4, val: 3}, formats: [refcoco+, detections, gqa, nlvr2, flickr30k]}",
+            "data.synthetic={scenes: {train: 4, val: 4}, formats: [refcoco+, detections, gqa, nlvr2, flickr30k]}",
             "data.resize={short_edge: [64], long_edge: 80}",
             "train={max_steps: 1, images_per_batch: 2, warmup_steps: 0}",
             "eval={boxes: [gt], every_epochs: 0, report_pictures: 1}",

@@ -6,7 +6,8 @@ or sees only the images, is right half of the time. More sentences per pair (`la
 by two in the same way; training from pixels needs them, because the detector's work is the same for two and for twenty.
 
 The four pairs of a set join two left images with two right ones. So an image says nothing about a sentence that the
-images of the other side decide, and no image alone decides whether exactly one of the two has a thing.
+images of the other side decide, and no image alone decides whether exactly one of the two has a thing. A split needs
+four scenes, because the images of a set differ.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def draw_set(
     """Draw two left and two right images, which make four pairs, and at most `num_sentences` sentences about them.
 
     Of the images that are tried, those are chosen whose sentences name most attributes. None if no two sentences are
-    balanced over any of them.
+    balanced over any of them, or if there are fewer than four scenes.
     """
     if len(scenes) < _IMAGES:
         return None

@@ -83,7 +83,7 @@ def test_words_that_form_phrases_have_a_weight_relative_to_that_of_phrases():
 def alone(task: str, folder: Path, *words: str) -> RunConfig:
     """The tiny run of a task on a few scenes."""
     formats = ", ".join(sorted({"refcoco+", "detections", "flickr30k", task} - {"refcoco"}))
-    synthetic = f"data.synthetic={{scenes: {{train: 4, val: 3}}, formats: [{formats}]}}"
+    synthetic = f"data.synthetic={{scenes: {{train: 4, val: 4}}, formats: [{formats}]}}"
     common = HEAD, synthetic, "data={texts_per_image: 2, boxes: {train: gt}}", "train.warmup_steps=0"
     return tiny(task, folder / f"{task}_data", folder / "run", *common, *SHORT, *words)
 
