@@ -23,9 +23,10 @@ TASKS = ("refcoco", "vqa", "gqa", "nlvr2", "flickr30k", "vcr", "pretraining")
 
 
 def job(task: str, encoder: str, folder: Path) -> dict[str, Any]:
+    num_val = 4 if task == "nlvr2" else 2  # a set of its pairs joins four images
     words = [
         *("train={max_steps: 2, images_per_batch: 2, warmup_steps: 0, trackers: []}", "data.workers=0"),
-        *("data.synthetic.scenes={train: 4, val: 2}", "data.resize={short_edge: [64], long_edge: 80}"),
+        *(f"data.synthetic.scenes={{train: 4, val: {num_val}}}", "data.resize={short_edge: [64], long_edge: 80}"),
         *("eval.every_epochs=0", "eval.report_pictures=0", f"data.root={folder / task}"),
         *(TINY_DETECTOR, f"output={folder / f'{task}_{encoder}'}"),
     ]
