@@ -46,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("on_cpu")
 
 ROOT = Path(__file__).parents[2]
 STEPS = 220
-SCENES = {"train": 75, "val": 20}
+SCENES = {"train": 300, "val": 20}
 WIDTH, SHAPES, STRENGTH = 64, 6, 4.0  # of a feature; of its 17 attributes the first are shapes; the value of each
 CONFIG = """
 seed: 1
@@ -105,7 +105,7 @@ def run(tmp_path_factory) -> Path:
     """
     folder = tmp_path_factory.mktemp("miniature")
     data = folder / "data"
-    size = SceneConfig(min_side=96, max_side=96, min_objects=3, max_objects=5)
+    size = SceneConfig(min_side=96, max_side=96, min_objects=4, max_objects=6)
     make_scenes(data, scenes=SCENES, seed=0, formats=["refcoco+", "flickr30k"], config=size)
     annotations = data / "refcoco+" / "instances.json"
     write_tsv(data / "features.tsv", perfect_features(annotations), {}, layout="lxmert")
