@@ -33,7 +33,7 @@ from e2e_vl.text import build_vocabulary, load_tokenizer
 from tests.conftest import ROOT
 from tests.weights.starts import options, replaced
 
-SCENES = {"train": 4, "val": 2, "test": 2, "testA": 2, "testB": 2, "pretrain": 2, "detector": 2}
+SCENES = {"train": 4, "val": 4, "test": 4, "testA": 2, "testB": 2, "pretrain": 2, "detector": 2}
 VAL = ("val2014", "valminusminival2014", "minival2014")
 LINKS = {  # path in DATA -> file or folder of the drawn data
     "conceptual-captions": "conceptual",
