@@ -69,7 +69,8 @@ def test_runs_differ_in_what_their_detector_knows_and_in_the_pictures(tmp_path):
         rendering = config.data.synthetic.config.rendering
         assert (rendering.noise == 8) == (cell.setting == "other_pictures")
         heads = config.detector.overrides["MODEL"].get("ROI_BOX_HEAD", {})
-        assert ("NORM" in config.detector.overrides["MODEL"]["RESNETS"]) == (cell.setting != "other_pictures")
+        freezes_norms = {"classes_only": True, "other_pictures": False, "all_taught": earlier_task is not None}
+        assert ("NORM" in config.detector.overrides["MODEL"]["RESNETS"]) == freezes_norms[cell.setting]
         detector_heads = configs[setting.detector].detector.overrides["MODEL"]["ROI_BOX_HEAD"]
         is_classes_only = cell.setting == "classes_only"
         assert (heads == {"ATTRIBUTES": {"NUM_CLASSES": 0}}) == is_classes_only
