@@ -21,7 +21,7 @@ def test_it_is_small_and_has_the_settings_and_scores_of_the_demo(demo_model):
     card = (DEMO / "README.md").read_text("utf-8")
     assert "test/accuracy_predicted_boxes" in card and "- shape: circle, square, " in card
     assert f'"e2e_vl_version": "{e2e_vl.__version__}"' in (DEMO / "config.json").read_text("utf-8")
-    assert load_config(DEMO / "config.yaml").detector.overrides["MODEL"]["ROI_BOX_HEAD"]["ATTRIBUTES"]["NUM_CLASSES"] == 0
+    assert demo_model.regions(demo_model.examples[0].image)[0].attribute == "", "taught boxes and classes only"
     assert {"red", "furthest", "thing"} <= {*demo_model.knows["word"]} and "striped" in demo_model.knows["texture"]
 
 

@@ -105,7 +105,7 @@ def test_the_table_has_differences_of_the_same_seeds_and_the_time_of_what_is_lef
     assert "| | frozen | trained | difference | best shortcut | steps | minutes |" in lines
     cells_of_row = "0.550 ± 0.071 | 0.800 ± 0.100 | +0.250 ± 0.071 | 0.300 | 600 | 25"
     assert f"| VQA, vl_bert, testA, annotated boxes | {cells_of_row} |" in lines
-    steps = (7 + 12) * 1200 + 2 * 1125  # half a second each, and a minute beside it per run
+    steps = (7 + 6) * 1800 + 6 * 1200 + 2 * 1125  # half a second each, and a minute beside it per run
     hours = (steps / 2 + 21 * 60) / 2 / 3600
     sentence = f"5 of 26 runs are finished; the others need about {hours:.1f} hours with 2 in parallel."
     assert tool.describe_time(cells, jobs, [tmp_path], 2) == sentence

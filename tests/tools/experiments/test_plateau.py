@@ -50,7 +50,7 @@ def test_runs_are_those_of_the_setting_with_evaluations_between(tmp_path):
         is_probed = cell.seed == 0 and cell.variant != "trained_long_path"
         assert (config.train.save_total_limit == 100) == is_probed
         assert (round(config.train.save_every_epochs * steps_per_epoch) == 200) == is_probed
-        assert config.train.max_steps == (2400 if cell.variant == "trained_long_path" else 1200)
+        assert config.train.max_steps == (2400 if cell.variant == "trained_long_path" else 1800)
     recipe = configs["classes_only_refcoco_vl_bert_trained_1"]
     assert (recipe.train.detector_lr, recipe.train.head_lr, recipe.phrases.weight) == (2e-3, 5e-3, 3.0)
 
