@@ -38,7 +38,7 @@ from matplotlib.patches import Patch
 from compare import Job, add_common_options, made_by, markdown_table, mean_and_std, run_jobs, write_table
 from detector.io import read_json, read_yaml
 from e2e_vl.cli.main import make_parser, print_errors
-from e2e_vl.config import RunConfig
+from e2e_vl.config import BoxSource, RunConfig
 from e2e_vl.config_files import load_config, save_config
 from e2e_vl.metrics.baselines import CHANCE, read_baselines
 from e2e_vl.registry import Config, decode
@@ -272,6 +272,7 @@ def collect(
         minutes = sum(metrics["seconds_training"] for metrics in finished) / 60
         for split, boxes in itertools.product(data.eval_splits, configs[key].eval.boxes):
             rules = read_baselines(Path(data.root), data.name, split)
+            shortcuts = [rules[rule] for rule in rules if "/" not in rule]
             row = {
                 "setting": setting,
                 "title": experiment.settings[setting].title,
@@ -280,7 +281,8 @@ def collect(
                 "split": split,
                 "boxes": str(boxes),
                 "chance": rules.get(CHANCE),
-                "shortcut": max((rules[rule] for rule in rules if "/" not in rule), default=None),
+                # shortcuts see the annotated boxes
+                "shortcut": max(shortcuts, default=None) if boxes == BoxSource.GT else None,
                 "steps": finished[0]["steps"],
                 "minutes": minutes,
                 "accuracy": summarize(runs, str(MetricName(split, TASKS[task][1], boxes))),
