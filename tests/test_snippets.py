@@ -145,7 +145,7 @@ def run_page(page: str, placeholders: dict[str, str]) -> tuple[dict, int]:
 
 def test_readme(folder: Path, placeholders: dict[str, str]) -> None:
     names, commands = run_page("README.md", placeholders)
-    assert names["answer"].box is not None and names["nothing"].box is None and commands == 5
+    assert names["answer"].box is not None and names["nothing"].box is None and commands == 4
     assert (folder / "answer.png").is_file()
     assert (folder / "runs" / "demo_refcoco" / "report.html").is_file()
 

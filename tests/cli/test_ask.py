@@ -61,7 +61,8 @@ def test_a_question_gets_the_answer_of_the_evaluation(vqa_run, run_of, answered,
     boxes = corners(run, record["file_name"])
     answer, printed = answered(run, record["file_name"], record["text"], "--boxes", *boxes)
     assert dict(answer["top_answers"]) == pytest.approx(dict(record["top_answers"]), abs=1e-3)
-    assert printed[0] == f"{answer['score']:.3f}  {answer['answer']}"
+    mark = " (unsure)" if answer["is_unsure"] else ""
+    assert printed[0] == f"{answer['score']:.3f}  {answer['answer']}{mark}"
     assert len(answer["attention"]) == len(answer["regions"]) == len(boxes)
     assert 0 < sum(answer["attention"]) < 1 + 1e-5
 
