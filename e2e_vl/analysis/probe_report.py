@@ -19,7 +19,7 @@ from e2e_vl.run.report import data_uri, render, typed_command
 REGION_FEATURE = "region feature"  # the depth of what the detector gives to the encoder
 CHANCE_OF_REGIONS = "chance"
 CHANCE_OF_WORDS = "chance, words"
-WORDS = "words, "  # begins the depths of words: those of a phrase, about the object that it names
+WORDS = "words, "  # prefix of the depths at which the words of a phrase are probed for the object that it names
 RESULTS_FOLDER = "probe"  # of a run directory
 RESULTS_PAGE = "probe.html"
 RESULT_FILES = (RESULTS_PAGE, "probe.json", "probe.csv", "gradients.csv", "accuracy_*.png", "gradients.png")
@@ -93,7 +93,7 @@ class ProbeResults:
         return merge_orders([list(dict.fromkeys(depths)) for depths in by_run.values()])
 
     def parts(self) -> dict[str, list[str]]:
-        """Return the depths of regions and those of words, by what chance at them is called."""
+        """Return the depths of regions and those of words, each under the name of its chance level."""
         regions = []
         words = []
         for depth in self.depths():
@@ -238,7 +238,7 @@ def write_results(folder: Path, results: ProbeResults) -> Path:
 def draw_depths(results: ProbeResults) -> bytes:
     """Plot accuracy by depth as PNG, a panel per label; the first model of a run is light.
 
-    The words have curves of their own beside those of the regions.
+    Words and regions have separate curves.
     """
     depths = results.depths()
     figure, panels = make_panels(results.probed_labels(), width=max(4.2, 0.5 * len(depths)))

@@ -13,6 +13,7 @@ has another one. The entailed questions are only in the files of all questions, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -183,7 +184,7 @@ def _values_asked(graph: SceneGraph, values: Values, rng: np.random.Generator) -
 
 def _queries(graph: SceneGraph, values: Values, rng: np.random.Generator) -> list[list[_Question]]:
     """Ask for each value that can be asked for, in random order; see `_query`."""
-    asked_values = [asked for same_slot in _values_asked(graph, values, rng) for asked in same_slot]
+    asked_values = list(itertools.chain.from_iterable(_values_asked(graph, values, rng)))
     return [_query(asked_values[number], values, rng) for number in rng.permutation(len(asked_values))]
 
 

@@ -135,7 +135,9 @@ def draw_set(
     if not best_sentences:
         return None
     pairs = [best_pairs[row] for row in rng.permutation(len(best_pairs))]
-    labels = [[sentence.is_true(pair) for sentence in best_sentences] for pair in pairs]
+    labels = []
+    for pair in pairs:
+        labels.append([sentence.is_true(pair) for sentence in best_sentences])
     return PairSet(pairs, best_sentences, labels)
 
 

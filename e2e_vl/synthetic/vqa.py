@@ -168,7 +168,11 @@ def _ask_counts(graph: SceneGraph, values: Values, rng: np.random.Generator) -> 
 
 
 def _draw_counted(graph: SceneGraph, values: Values, rng: np.random.Generator) -> dict[int, list[Description]]:
-    """Draw the attributes that say what is counted; returns count -> descriptions by them that fit so many objects."""
+    """Draw which attributes a question about a count names.
+
+    Returns:
+        count -> the descriptions with these attributes that fit this number of objects.
+    """
     options = []
     for slots in _COUNTED:
         by_count: dict[int, list[Description]] = defaultdict(list)
