@@ -209,7 +209,7 @@ def load_torch(path: Path) -> tuple[Any, list[str]]:
     for name, value in NUMPY_IN_PICKLES.items():
         arrays[name.replace("numpy.core.", "numpy._core.")] = value  # of NumPy 2
     other_names = [name for name in _pickled_names(path) if name not in arrays]
-    replacements = {**dict.fromkeys(other_names, _IgnoredObject), "collections.deque": _IgnoredList, **arrays}
+    replacements = {**dict.fromkeys(other_names, _IgnoredObject), "collections.deque": _ignored_list, **arrays}
     with torch.serialization.safe_globals([(value, name) for name, value in replacements.items()]):
         try:
             with path.open("rb") as file:  # by its path, torch would read a file named .safetensors as such
@@ -238,14 +238,9 @@ def _drop_state(state: object) -> None:
     pass
 
 
-class _IgnoredList(list):
-    """Replaces `collections.deque`, to which `torch.load` appends."""
-
-    def __init__(self, *arguments: object) -> None:
-        super().__init__()
-
-    def __setstate__(self, state: object) -> None:
-        pass
+def _ignored_list(*arguments: object) -> list[Any]:
+    """Replace `collections.deque`; `torch.load` fills plain lists, and up to torch 2.11 no others."""
+    return []
 
 
 def _pickled_names(path: Path) -> list[str]:

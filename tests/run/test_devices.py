@@ -20,9 +20,9 @@ from tests.run.test_gpu_waits import needs_known_torch
 
 @pytest.mark.parametrize("device", ["gpu", "CPU", "", "cuda", "cuda:7", 0, "mps", "xla", "meta", True, 1.5])
 def test_a_device_that_is_not_there_is_one_sentence(device, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     if torch.accelerator.is_available():
         pytest.skip("this machine has an accelerator")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match=r"^device=[^\n]*\.$"):
         choose_device(device)
 
