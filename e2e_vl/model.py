@@ -19,6 +19,8 @@ Shape legend
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -86,14 +88,14 @@ class VisionLanguageModel(nn.Module):
             self.encoder.require(Ability.IMAGE_PAIRS, "A text about several images")
         batch = self.prepare_regions(batch)
         grounds_phrases = self.phrase_head is not None and batch.phrases is not None
-        intermediate_layer = self.phrase_head.layer if grounds_phrases else None
-        regions, text_regions, encoded = self.encode(batch, output_attentions, intermediate_layer)
+        intermediate_layers = self.phrase_head.layers if grounds_phrases else ()
+        regions, text_regions, encoded = self.encode(batch, output_attentions, intermediate_layers)
         task = self.task(batch, text_regions, encoded)
         phrases = self.phrase_head(batch, text_regions, encoded.intermediate) if grounds_phrases else None
         return ModelOutput(task, regions, text_regions, encoded, batch, self.detector.class_names, phrases)
 
     def encode(
-        self, batch: Batch, output_attentions: bool = False, intermediate_layer: int | None = None
+        self, batch: Batch, output_attentions: bool = False, intermediate_layers: Collection[int] = ()
     ) -> tuple[Regions, TextRegions, EncoderOutput]:
         """Run detector and encoder; returns the regions per image and per text, and the encoder's output."""
         whole_image = self.encoder.uses_whole_image
@@ -117,8 +119,8 @@ class VisionLanguageModel(nn.Module):
             masks=masking.masked_regions,
             limit=masking.region_limit,
         )
-        layer = {} if intermediate_layer is None else {"intermediate_layer": intermediate_layer}
-        encoded = self.encoder(batch.texts, text_regions, output_attentions=output_attentions, **layer)
+        layers = {"intermediate_layers": intermediate_layers} if intermediate_layers else {}
+        encoded = self.encoder(batch.texts, text_regions, output_attentions=output_attentions, **layers)
         if whole_image and not self.encoder.whole_image_is_region:
             text_regions = text_regions.without_whole_image()
         return regions, text_regions, encoded

@@ -229,7 +229,8 @@ class EncoderOutput:
     # not have are zero, such as regions for words that attend to words alone.
     attentions: tuple[Float[Tensor, "M heads slots slots"], ...] | None = None
     word_embeddings: Float[Tensor, "V E"] | None = None  # the input embeddings, which heads over words share
-    intermediate: IntermediateStates | None = None  # after `intermediate_layer` layers
+    # number of layers -> the states after them, for each of `intermediate_layers`
+    intermediate: dict[int, IntermediateStates] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass

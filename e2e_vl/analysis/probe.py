@@ -313,8 +313,8 @@ def describe_batch(model: VisionLanguageModel, batch: Batch, *, reads_texts: boo
     if batch.phrases is not None and model.encoder.lacks(Ability.WORD_EMBEDDINGS) is None:
         embeddings = model.encoder.get_input_embeddings()(batch.texts.input_ids)
         words[f"{WORDS}embeddings"] = phrase_states(embeddings, spans, "mean")
-    for number in range(model.encoder.num_joint_layers + 1):
-        states = model.encoder(batch.texts, readable, intermediate_layer=number).intermediate
+    numbers = range(model.encoder.num_joint_layers + 1)
+    for number, states in model.encoder(batch.texts, readable, intermediate_layers=numbers).intermediate.items():
         sorted_states = states.regions.new_zeros(sum(counts), states.regions.shape[2])
         sorted_states[target_rows] = states.regions[is_box]
         features[f"encoder {number}"] = sorted_states

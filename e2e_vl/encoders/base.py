@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -145,13 +145,14 @@ class Encoder(PreTrainedModel):
         texts: TextBatch,
         regions: TextRegions,
         output_attentions: bool = False,
-        intermediate_layer: int | None = None,
+        intermediate_layers: Collection[int] = (),
     ) -> EncoderOutput:
         """Encode M texts together with their regions; vectors are zero at padding.
 
         Args:
             output_attentions: also return the attention maps.
-            intermediate_layer: also return the states after this number of the `num_joint_layers`; 0: before the first.
+            intermediate_layers: also return the states after these numbers of the `num_joint_layers`; 0: before the
+                first.
         """
         raise NotImplementedError
 

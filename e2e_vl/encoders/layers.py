@@ -6,7 +6,7 @@ Shape legend: see `e2e_vl/structures.py`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -48,7 +48,8 @@ class LayerOutputs(NamedTuple):
 
     output: Float[Tensor, "M Z E"]
     attentions: list[Float[Tensor, "M heads Z Z"]]  # a map per layer, or empty without `output_attentions`
-    intermediate: Float[Tensor, "M Z E"]  # the states after `intermediate` layers; by default the output
+    # number of layers -> the states after them, for each of `intermediate_layers`
+    intermediate: dict[int, Float[Tensor, "M Z E"]]
 
 
 def run_layers(
@@ -57,31 +58,31 @@ def run_layers(
     attention_mask: Bool[Tensor, "M Z"],
     output_attentions: bool = False,
     biases: Sequence[Float[Tensor, "M heads Z Z"]] = (),
-    intermediate: int | None = None,
+    intermediate_layers: Collection[int] = (),
 ) -> LayerOutputs:
     """Apply layers in turn; padding is masked.
 
     Args:
         biases: one per layer, added to the attention logits; may be empty.
-        intermediate: also return the states after this number of layers; 0: the input.
+        intermediate_layers: also return the states after these numbers of layers; 0: the input.
     """
     # additive mask: 0 at real positions, the smallest number elsewhere
     mask = torch.zeros(attention_mask.shape, dtype=hidden.dtype, device=hidden.device)
     mask = mask.masked_fill(~attention_mask, torch.finfo(hidden.dtype).min)[:, None, None, :]
     attentions = []
-    intermediate_states = None
+    intermediate = {}
     for number, layer in enumerate(layers):
-        if number == intermediate:
-            intermediate_states = hidden
+        if number in intermediate_layers:
+            intermediate[number] = hidden
         layer_mask = mask
         if biases:
             layer_mask = mask + biases[number].to(mask.dtype)
         hidden, attention = layer(hidden, layer_mask, output_attentions)
         if output_attentions:
             attentions.append(attention)
-    if intermediate_states is None:
-        intermediate_states = hidden
-    return LayerOutputs(hidden, attentions, intermediate_states)
+    if len(layers) in intermediate_layers:
+        intermediate[len(layers)] = hidden
+    return LayerOutputs(hidden, attentions, intermediate)
 
 
 def attention_probabilities(

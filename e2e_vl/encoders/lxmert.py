@@ -6,6 +6,7 @@ Shape legend: see `e2e_vl/structures.py`; `passes` is M x I, `per_image` the lar
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 import torch
 import torch.nn.functional as F
@@ -454,7 +455,7 @@ class LxmertEncoder(Encoder):
         texts: TextBatch,
         regions: TextRegions,
         output_attentions: bool = False,
-        intermediate_layer: int | None = None,
+        intermediate_layers: Collection[int] = (),
     ) -> EncoderOutput:
         passes = ImagePasses.from_regions(regions, self.config.max_images)
         region_mask = passes.attention_mask.flatten(0, 1)
@@ -480,10 +481,10 @@ class LxmertEncoder(Encoder):
         # from here on, words are separate for each image of a text
         words = passes.repeat(words)
         word_mask = passes.repeat(texts.attention_mask)
-        intermediate_passes = None
+        inner_passes = {}
         for number, (layer, bias) in enumerate(zip(self.encoder.x_layers, biases[self.config.r_layers :], strict=True)):
-            if number == intermediate_layer:
-                intermediate_passes = words, objects
+            if number in intermediate_layers:
+                inner_passes[number] = words, objects
             words, objects, four_maps = layer(words, objects, word_mask, region_mask, output_attentions, bias)
             cross_maps.append(four_maps)
 
@@ -491,11 +492,9 @@ class LxmertEncoder(Encoder):
         if self.top_down is not None:
             pooled = self.top_down(words, passes.split(regions.features), region_mask)
         states = self.combine_passes(words, objects, texts, passes)
-        intermediate = None
-        if intermediate_passes is not None:
-            intermediate = self.combine_passes(*intermediate_passes, texts, passes)
-        elif intermediate_layer is not None:  # after the last layer
-            intermediate = states
+        intermediate = {number: self.combine_passes(*inner, texts, passes) for number, inner in inner_passes.items()}
+        if self.num_joint_layers in intermediate_layers:
+            intermediate[self.num_joint_layers] = states
         attentions = None
         if output_attentions:
             attentions = merge_maps(texts, passes, word_maps, region_maps, cross_maps)

@@ -5,7 +5,7 @@ Shape legend: see `e2e_vl/structures.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -217,7 +217,7 @@ class VisualBertEncoder(Encoder):
         texts: TextBatch,
         regions: TextRegions,
         output_attentions: bool = False,
-        intermediate_layer: int | None = None,
+        intermediate_layers: Collection[int] = (),
     ) -> EncoderOutput:
         """Encode texts with their regions, see `Encoder.forward`.
 
@@ -225,7 +225,7 @@ class VisualBertEncoder(Encoder):
         """
         hidden, layout = self.embeddings(texts, regions)
         biases = [] if self.relative_geometry is None else pack_biases(self.relative_geometry, regions, layout)
-        return self.encode(texts, hidden, layout, output_attentions, biases, intermediate_layer)
+        return self.encode(texts, hidden, layout, output_attentions, biases, intermediate_layers)
 
     def encode(
         self,
@@ -234,12 +234,12 @@ class VisualBertEncoder(Encoder):
         layout: SequenceLayout,
         output_attentions: bool = False,
         biases: Sequence[Float[Tensor, "M heads Z Z"]] = (),
-        intermediate_layer: int | None = None,
+        intermediate_layers: Collection[int] = (),
     ) -> EncoderOutput:
         """Compute the output of `forward` from the packed input of the layers and the biases of their attention."""
         length = texts.attention_mask.shape[1]
         layers = self.encoder["layer"]
-        options = (layout.attention_mask, output_attentions, biases, intermediate_layer)
+        options = (layout.attention_mask, output_attentions, biases, intermediate_layers)
         if self.additional_layer is None:
             run = run_layers(layers, hidden, *options)
             output = run.output
@@ -257,19 +257,18 @@ class VisualBertEncoder(Encoder):
             run = run_layers([self.additional_layer], joint, *options)
             has_regions = is_region.any(dim=1)[:, None, None]  # other texts skip the layer
             output = torch.where(has_regions, run.output, joint)
-            intermediate = torch.where(has_regions, run.intermediate, joint)
+            intermediate = {}
+            for number, inner in run.intermediate.items():
+                intermediate[number] = torch.where(has_regions, inner, joint)
             maps += [layout.unpack_pairs(packed_map) * has_regions[..., None] for packed_map in run.attentions]
         states = layout.split(output, length)
         pooled = self.pooler(output) if texts.summary is None else None
         summary = read_summary(states.text, pooled, texts.summary)
-        intermediate_states = None
-        if intermediate_layer is not None:
-            intermediate_states = layout.split(intermediate, length)
         return EncoderOutput(
             text=states.text,
             regions=states.regions,
             summary=summary,
             attentions=tuple(maps) if output_attentions else None,
             word_embeddings=self.get_input_embeddings().weight,
-            intermediate=intermediate_states,
+            intermediate={number: layout.split(inner, length) for number, inner in intermediate.items()},
         )

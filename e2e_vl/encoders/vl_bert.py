@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -364,7 +365,7 @@ class VLBertModel(Encoder):
         texts: TextBatch,
         regions: TextRegions,
         output_attentions: bool = False,
-        intermediate_layer: int | None = None,
+        intermediate_layers: Collection[int] = (),
     ) -> EncoderOutput:
         """Encode texts and regions, see `Encoder.forward`.
 
@@ -372,7 +373,7 @@ class VLBertModel(Encoder):
         `texts.summary`, or else the pooled state of [CLS] with `config.with_pooler`.
         """
         hidden, layout = self.embeddings(texts, regions)
-        run = self.encode(hidden, layout, regions, output_attentions, intermediate_layer)
+        run = self.encode(hidden, layout, regions, output_attentions, intermediate_layers)
         length = texts.attention_mask.shape[1]
         states = layout.split(run.output, length)
         pooled = None if self.pooler is None else self.pooler(run.output)
@@ -380,9 +381,7 @@ class VLBertModel(Encoder):
         attentions = None
         if output_attentions:
             attentions = tuple(layout.unpack_pairs(packed_map) for packed_map in run.attentions)
-        intermediate = None
-        if intermediate_layer is not None:
-            intermediate = layout.split(run.intermediate, length)
+        intermediate = {number: layout.split(inner, length) for number, inner in run.intermediate.items()}
         return EncoderOutput(
             text=states.text,
             regions=states.regions,
@@ -398,15 +397,15 @@ class VLBertModel(Encoder):
         layout: SequenceLayout,
         regions: TextRegions | None,
         output_attentions: bool = False,
-        intermediate_layer: int | None = None,
+        intermediate_layers: Collection[int] = (),
     ) -> LayerOutputs:
         """Run the layers over the packed sequence; only the relative geometry needs `regions`."""
         biases = [] if self.relative_geometry is None else pack_biases(self.relative_geometry, regions, layout)
-        run = run_layers(self.layers, hidden, layout.attention_mask, output_attentions, biases, intermediate_layer)
+        run = run_layers(self.layers, hidden, layout.attention_mask, output_attentions, biases, intermediate_layers)
         if self.final_norm is None:
             return run
         output = self.final_norm(run.output)
-        intermediate = self.final_norm(run.intermediate)
+        intermediate = {number: self.final_norm(inner) for number, inner in run.intermediate.items()}
         return run._replace(output=output, intermediate=intermediate)
 
     @torch.no_grad()

@@ -190,7 +190,11 @@ def build_model(
                 "layers; lower it."
             )
         phrase_head = PhraseHead(
-            encoder.hidden_size, config.phrases.size, config.phrases.layer, config.phrases.phrase_state
+            encoder.hidden_size,
+            config.phrases.size,
+            config.phrases.layer,
+            config.phrases.phrase_state,
+            has_short_path=config.phrases.short_path_weight > 0,
         )
         if config.phrases.weights is not None:
             report = load_phrase_head(phrase_head, config.phrases.weights)

@@ -30,7 +30,7 @@ from e2e_vl.run.checkpoint import load_model, load_saved_config
 from e2e_vl.run.launch import gather_to_main, make_accelerator, on_main
 from e2e_vl.run.metric_names import LOSS, SURE_THRESHOLD, MetricName, Metrics, metrics_to_json, name_metrics
 from e2e_vl.tasks.base import Task
-from e2e_vl.tasks.phrase_head import TAGS, add_grounded_phrases, grounding_metrics
+from e2e_vl.tasks.phrase_head import SHORT_PATH, TAGS, add_grounded_phrases, grounding_metrics
 from e2e_vl.terminal import lasting_output
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,11 @@ EVALUATIONS = "evaluations"  # folder in a run directory for the output of `eval
 def phrase_weights(config: RunConfig) -> dict[str, float]:
     """Return the weights of the phrase losses, by name; all other losses of a task have weight 1."""
     phrases = config.phrases
-    return {"phrases": phrases.weight, TAGS: phrases.weight * phrases.tag_weight}
+    return {
+        "phrases": phrases.weight,
+        TAGS: phrases.weight * phrases.tag_weight,
+        SHORT_PATH: phrases.short_path_weight,
+    }
 
 
 class LossSums:

@@ -1,10 +1,10 @@
 """Phrase grounding as an auxiliary head of any task: attention of the phrases of a text over the regions.
 
 The query is the state of a phrase's wordpieces, and the keys are the states of the regions, both after a chosen encoder
-layer (VisualBERT's head for Flickr30K Entities uses the last wordpiece and the last layer). Before the first layer
-(`phrases.layer: 0`), words and regions meet without the encoder between them. A tagging head detects the phrases of
-unannotated texts. If no text of the data has complete phrase annotations, it is not trained, and the whole text is one
-phrase.
+layer (VisualBERT's head for Flickr30K Entities uses the last wordpiece and the last layer). A tagging head detects the
+phrases of unannotated texts. If no text of the data has complete phrase annotations, it is not trained, and the whole
+text is one phrase. In training, a short path may teach the detector: words and regions meet without the encoder between
+them.
 
 Shape legend: see `e2e_vl/structures.py`; and here
     P   phrases of all texts in the batch
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ from e2e_vl.targets import Ragged
 from e2e_vl.tasks.base import init_head
 
 MIN_IOU = 0.5
+SHORT_PATH = "short_path"  # the loss of the short path
 TAGS = "phrase_tags"  # the loss of phrase detection, per wordpiece of texts with complete phrase annotations
 # tags of wordpieces; 0 = outside all phrases
 INSIDE = 1
@@ -44,25 +45,40 @@ class PhraseHead(nn.Module):
         size: width of queries and keys.
         layer: number of layers with words and regions after which the states are taken.
         phrase_state: the state that stands for a phrase, see `phrase_states`.
+        has_short_path: see `ShortPath`.
+
+    Attributes:
+        layers: numbers of layers after which the head needs states.
     """
 
-    def __init__(self, hidden_size: int, size: int, layer: int, phrase_state: str = "last"):
+    def __init__(
+        self, hidden_size: int, size: int, layer: int, phrase_state: str = "last", has_short_path: bool = False
+    ):
         super().__init__()
         self.layer = layer
+        self.layers = (0, layer) if has_short_path else (layer,)
         self.phrase_state = phrase_state
         self.query = nn.Linear(hidden_size, size)
         self.key = nn.Linear(hidden_size, size)
         self.tags = nn.Linear(hidden_size, 3)
         init_head([self.query, self.key, self.tags], "official")
+        self.short_path = ShortPath(hidden_size, size) if has_short_path else None
 
-    def forward(self, batch: Batch, text_regions: TextRegions, states: IntermediateStates) -> PhraseOutput:
+    def forward(
+        self, batch: Batch, text_regions: TextRegions, states_by_layer: Mapping[int, IntermediateStates]
+    ) -> PhraseOutput:
         """Ground the phrases of M texts; outside training, the phrases of texts without annotations are predicted.
+
+        Args:
+            states_by_layer: the states after each number of `layers`.
 
         Returns:
             The losses `phrases`, the KL divergence of the attention from the uniform distribution over the regions that
-            a phrase refers to (IoU of at least 0.5 with one of its boxes), and `phrase_tags`, a cross entropy per
-            wordpiece. Phrases without such a region, and texts with incomplete annotations, do not contribute.
+            a phrase refers to (IoU of at least 0.5 with one of its boxes), `short_path`, the same of the short path,
+            and `phrase_tags`, a cross entropy per wordpiece. Phrases without such a region, and texts with incomplete
+            annotations, do not contribute.
         """
+        states = states_by_layer[self.layer]
         annotated: PhraseBatch = batch.phrases
         tags = at_least_float32(self.tags(states.text))
         if self.training:
@@ -87,12 +103,36 @@ class PhraseHead(nn.Module):
             "phrases": grounding_loss(log_attention[is_annotated], is_correct),
             TAGS: tagging_loss(tags, annotated),
         }
+        if self.short_path is not None:
+            short_attention = self.short_path(states_by_layer[0], annotated.spans, candidates)
+            losses[SHORT_PATH] = grounding_loss(short_attention, is_correct)
         return PhraseOutput(spans, log_attention, is_correct, losses)
 
     @property
     def finds_phrases(self) -> bool:
         """Whether the tags were trained: the bias is then no longer 0, its initial value."""
         return bool(self.tags.bias.any())
+
+
+class ShortPath(nn.Module):
+    """Attention of the mean word embedding of each phrase over the embedded regions, before the first layer.
+
+    Through the encoder alone, words learn late to ask for what the detector could pass on (docs/end_to_end.md).
+    """
+
+    def __init__(self, hidden_size: int, size: int):
+        super().__init__()
+        self.query = nn.Linear(hidden_size, size)
+        self.key = nn.Linear(hidden_size, size)
+        init_head([self.query, self.key], "official")
+
+    def forward(
+        self, states: IntermediateStates, spans: Ragged, candidates: Bool[Tensor, "M R"]
+    ) -> Float[Tensor, "P R"]:
+        """Return the log of each phrase's attention on the regions of its text; -inf for other regions."""
+        query = self.query(phrase_states(states.text, spans, "mean"))
+        key = self.key(states.regions)
+        return log_attention_of(query, key[spans.owner], candidates[spans.owner])
 
 
 def phrase_states(text: Float[Tensor, "M L E"], spans: Ragged, phrase_state: str) -> Float[Tensor, "P E"]:

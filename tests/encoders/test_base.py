@@ -261,18 +261,20 @@ def test_inner_states_are_those_after_so_many_layers(name):
     layers = joint_layers(encoder, name)
     assert encoder.num_joint_layers == len(layers)
     plain = encoder(*inputs)
-    assert plain.intermediate is None
-    last = encoder(*inputs, intermediate_layer=len(layers))
-    torch.testing.assert_close(last.intermediate.text, plain.text)
-    torch.testing.assert_close(last.intermediate.regions, plain.regions)
-    first = encoder(*inputs, intermediate_layer=len(layers) - 1).intermediate
+    assert plain.intermediate == {}
+    inner = encoder(*inputs, intermediate_layers=(len(layers) - 1, len(layers))).intermediate
+    assert list(inner) == [len(layers) - 1, len(layers)]
+    first, last = inner.values()
+    torch.testing.assert_close(last.text, plain.text)
+    torch.testing.assert_close(last.regions, plain.regions)
     assert (first.text - plain.text).abs().max() > 1e-3 and (first.regions - plain.regions).abs().max() > 1e-3
     texts, regions = inputs
     assert not first.text[~texts.attention_mask].any() and not first.regions[~regions.attention_mask].any()
     for parameter in layers[-1].parameters():  # what comes later does not matter
         nn.init.normal_(parameter)
-    again = encoder(*inputs, intermediate_layer=len(layers) - 1)
-    assert torch.equal(again.intermediate.text, first.text) and torch.equal(again.intermediate.regions, first.regions)
+    again = encoder(*inputs, intermediate_layers=[len(layers) - 1])
+    [states] = again.intermediate.values()
+    assert torch.equal(states.text, first.text) and torch.equal(states.regions, first.regions)
     assert not torch.allclose(again.text, plain.text, atol=1e-2)
 
 

@@ -59,9 +59,9 @@ def run(head: PhraseHead, phrases: PhraseBatch, boxes: torch.Tensor = REGIONS) -
         torch.randn(len(batch), LENGTH, HIDDEN, requires_grad=True),
         torch.randn(*gathered.attention_mask.shape, HIDDEN, requires_grad=True),
     )
-    encoded = EncoderOutput(states.text, states.regions, intermediate=states)
+    encoded = EncoderOutput(states.text, states.regions, intermediate=dict.fromkeys(head.layers, states))
     task = TaskOutput({}, torch.zeros(1))
-    return ModelOutput(task, regions, gathered, encoded, batch, None, head(batch, gathered, states))
+    return ModelOutput(task, regions, gathered, encoded, batch, None, head(batch, gathered, encoded.intermediate))
 
 
 def make_head(phrase_state: str = "last", *, training: bool = True) -> PhraseHead:
@@ -79,7 +79,7 @@ def test_the_loss_is_the_divergence_from_equal_shares_of_the_named_regions():
     torch.testing.assert_close(loss.total, (math.log(0.5) - log[0, 1] + math.log(0.5) - log[0, 3]) / 2)
     assert {"phrases", "phrase_tags"} == set(output.losses) == set(output.task_losses)
     loss.mean.backward()
-    text, regions = output.encoded.intermediate.text.grad, output.encoded.intermediate.regions.grad
+    text, regions = output.encoded.intermediate[2].text.grad, output.encoded.intermediate[2].regions.grad
     assert [bool(row.any()) for row in text[0]] == [False, False, True, False, False]  # its last wordpiece asks
     assert regions[0, 1:].any() and not regions[0, 0].any() and not regions[1].any() and not text[1].any()
 
@@ -91,16 +91,33 @@ def test_a_phrase_asks_with_its_wordpieces(phrase_state, asks):
     boxes = (((0, 0, 10, 10), (20, 20, 30, 39)), ((50, 50, 55, 55),))  # the second phrase has no region
     output = run(make_head(phrase_state), make_phrases(boxes=boxes))
     output.phrases.losses["phrases"].mean.backward()
-    gradient = output.encoded.intermediate.text.grad[0]
+    gradient = output.encoded.intermediate[2].text.grad[0]
     assert gradient.any(dim=1).nonzero().flatten().tolist() == asks
     torch.testing.assert_close(gradient[asks[0]], gradient[asks[-1]])  # with equal shares
+
+
+def test_the_short_path_asks_the_inputs_of_the_encoder_and_leaves_the_phrases_alone():
+    boxes = (((0, 0, 10, 10), (20, 20, 30, 39)), ((50, 50, 55, 55),))  # the second phrase has no region
+    torch.manual_seed(0)
+    head = PhraseHead(HIDDEN, 4, 2, has_short_path=True).train()
+    output = run(head, make_phrases(boxes=boxes))
+    plain = run(make_head(), make_phrases(boxes=boxes))
+    torch.testing.assert_close(output.phrases.log_attention, plain.phrases.log_attention)
+    loss = output.phrases.losses["short_path"]
+    assert head.layers == (0, 2)
+    assert loss.count == 1
+    loss.mean.backward()
+    asking = output.encoded.intermediate[0].text.grad[0].any(dim=1)
+    assert asking.tolist() == [False, True, True, False, False]  # the mean of the phrase's words
+    assert head.query.weight.grad is None
+    assert head.short_path.query.weight.grad.any()
 
 
 def test_tags_are_learned_only_where_all_phrases_are_known():
     head = make_head()
     output = run(head, make_phrases())
     loss = output.phrases.losses["phrase_tags"]
-    tags = head.tags(output.encoded.intermediate.text)[0, 1:4].log_softmax(dim=1)
+    tags = head.tags(output.encoded.intermediate[2].text)[0, 1:4].log_softmax(dim=1)
     assert loss.count == 3  # words of the first text
     torch.testing.assert_close(loss.total, -(tags[0, FIRST] + tags[1, INSIDE] + tags[2, FIRST]))
     assert run(head, make_phrases(complete=(False, False))).phrases.losses["phrase_tags"].count == 0
@@ -111,7 +128,7 @@ def test_without_regions_or_phrases_there_is_no_nan():
         output = run(make_head(), phrases, REGIONS[:1])
         total = sum(loss.mean for loss in output.losses.values())
         total.backward()
-        assert torch.isfinite(total) and torch.isfinite(output.encoded.intermediate.text.grad).all()
+        assert torch.isfinite(total) and torch.isfinite(output.encoded.intermediate[2].text.grad).all()
 
 
 @pytest.mark.parametrize(
