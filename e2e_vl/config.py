@@ -329,8 +329,8 @@ class PhraseConfig(Config, frozen=True):
 
     weight: NonNegativeFloat = 0.0  # weight of this loss relative to the task's; 0 = no phrase head
     tag_weight: NonNegativeFloat = 0.5  # weight of phrase detection, as a multiple of `weight`
-    # weight of the short path relative to the task's loss: before the first layer, the mean word embedding of a phrase
-    # asks the regions; it teaches the detector what the texts speak of (docs/end_to_end.md). 0 = none
+    # weight of the short path, as a multiple of `weight`: before the first layer, the mean word embedding of a phrase
+    # asks the regions, which teaches the detector what the texts speak of (docs/end_to_end.md); 0 = none
     short_path_weight: NonNegativeFloat = 0.0
     # use the hidden states after this number of multimodal layers; 0 = their input
     layer: NonNegativeInt = 2
@@ -368,10 +368,6 @@ class RunConfig(Config, frozen=True, kw_only=True):
             (
                 needs_detections and "detections" not in self.data.files,
                 "boxes 'detections' need data.files.detections, the detections file",
-            ),
-            (
-                self.phrases.short_path_weight > 0 and not self.phrases.weight,
-                "phrases.short_path_weight is set, but phrases.weight is 0, so there is no phrase head; set both",
             ),
             (
                 self.phrases.weights is not None and not self.phrases.weight,

@@ -44,7 +44,7 @@ def phrase_weights(config: RunConfig) -> dict[str, float]:
     return {
         "phrases": phrases.weight,
         TAGS: phrases.weight * phrases.tag_weight,
-        SHORT_PATH: phrases.short_path_weight,
+        SHORT_PATH: phrases.weight * phrases.short_path_weight,
     }
 
 
