@@ -272,7 +272,7 @@ class FasterRCNN(TwoStageDetector):
 
     @override
     def blocks_to_compile(self) -> list[Block]:
-        return blocks_to_compile(self.backbone)
+        return blocks_to_compile(self, self.backbone)
 
     @override
     def features(self, images: ImageBatch) -> FeatureMaps:

@@ -139,7 +139,7 @@ class R2CNetwork(Detector):
 
     @override
     def blocks_to_compile(self) -> list[Block]:
-        return blocks_to_compile(self.backbone)
+        return blocks_to_compile(self, self.backbone)
 
     def forward(
         self,

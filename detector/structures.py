@@ -188,7 +188,7 @@ class Detector(nn.Module, abc.ABC):
         )
 
     def blocks_to_compile(self) -> Sequence[nn.Module]:
-        """Return the blocks of the backbone that `train.torch_compile` compiles.
+        """Return the blocks that `train.torch_compile` compiles.
 
         Raises:
             UserError: this detector has none.

@@ -252,7 +252,8 @@ class TrainConfig(Config, frozen=True):
     # timeout between processes: the main process first reads the data and indexes large files
     max_wait_minutes: PositiveFloat = 240.0
     channels_last: bool = True
-    # compile the blocks of the backbone and the layers of the encoder; takes minutes, and a C++ compiler on the CPU
+    # compile the blocks of the detector and the layers of the encoder, one graph for each kind of them; takes minutes,
+    # and a C++ compiler on the CPU
     torch_compile: bool = False
     activation_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
     save_every_epochs: NonNegativeFloat = 1.0

@@ -74,19 +74,18 @@ def blocks_of(module: nn.Module) -> list[Block]:
     return [block for block in module.modules() if isinstance(block, Block)]
 
 
-def blocks_to_compile(backbone: nn.Module) -> list[Block]:
-    """Return the blocks of a backbone.
+def blocks_to_compile(detector: nn.Module, backbone: nn.Module) -> list[Block]:
+    """Return the blocks of a detector: those of its backbone, and of a res5 in its RoI heads.
 
     Raises:
-        UserError: it has none.
+        UserError: the backbone has none.
     """
-    blocks = blocks_of(backbone)
-    if not blocks:
+    if not blocks_of(backbone):
         raise UserError(
             f"The backbone {type(backbone).__name__} has no blocks that can be compiled; set train.torch_compile to "
             "false."
         )
-    return blocks
+    return blocks_of(detector)
 
 
 def recompute_activations(detector: nn.Module, backbone: nn.Module) -> None:

@@ -26,7 +26,6 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from tqdm.auto import tqdm
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from detector.errors import UserError
 from detector.io import atomic_files, atomic_folder, read_json, remove_leftovers, write_json
@@ -39,6 +38,7 @@ from e2e_vl.io import RunLog, refuse_to_overwrite, replace_nan
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run import checkpoint as checkpoints
 from e2e_vl.run.build import Run, build_run, resolve_config
+from e2e_vl.run.compilation import compile_blocks, explain_too_many_graphs
 from e2e_vl.run.ema import WeightAverage
 from e2e_vl.run.evaluate import Evaluator, InterruptedEvaluationError, phrase_weights
 from e2e_vl.run.guards import FiniteCheck, StopSignals, check_images, run_lock, warn_of_shared_images
@@ -110,21 +110,12 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
         trainer = Trainer(config, accelerator, run, checkpoint)
         finished = trainer.finished_metrics()
         if finished is None:
-            return trainer.run(started)
+            with explain_too_many_graphs():
+                return trainer.run(started)
         if is_main:
             print(describe_finished_run(output, trainer.step), flush=True)
         accelerator.end_training()
         return finished
-
-
-def compile_blocks(model: VisionLanguageModel) -> None:
-    """Compile each block of the backbone and each layer of the encoder, in place, for all sizes of images and texts.
-
-    Blocks that are alike share their code. RoI heads stay as they are: their pooling depends on values of tensors.
-    """
-    layers = [layer for layer in model.encoder.modules() if isinstance(layer, GradientCheckpointingLayer)]
-    for block in (*model.detector.blocks_to_compile(), *layers):
-        block.compile(dynamic=True)
 
 
 class LossesOnly(nn.Module):

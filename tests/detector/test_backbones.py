@@ -290,10 +290,11 @@ def test_on_one_process_torchs_class_gives_the_same():
     torch.testing.assert_close(norm.state_dict(), other.state_dict())
 
 
-@pytest.mark.parametrize("ask", [lambda x: recompute_activations(x, x), blocks_to_compile])
-def test_a_backbone_without_blocks_is_named(ask):
+@pytest.mark.parametrize("use_blocks", [recompute_activations, blocks_to_compile])
+def test_a_backbone_without_blocks_is_named(use_blocks):
+    backbone = nn.Conv2d(1, 1, 1)
     with pytest.raises(UserError, match="The backbone Conv2d has no blocks"):
-        ask(nn.Conv2d(1, 1, 1))
+        use_blocks(backbone, backbone)
 
 
 @torch.no_grad()

@@ -25,6 +25,12 @@ SHORT = (  # two steps, each with a checkpoint
     *("train.max_steps=2", "train.save_every_epochs=0.01", "train.trackers=[]"),
     *("eval.every_epochs=0", "eval.boxes=[gt]", "eval.report_pictures=0"),
 )
+NARROW_BASE = (  # configs/benchmark/train_base.yaml, narrow but as deep as it is
+    "train={max_steps: 2, images_per_batch: 2, trackers: []}",
+    "detector.overrides.MODEL.RESNETS={STEM_OUT_CHANNELS: 4, RES2_OUT_CHANNELS: 8, WIDTH_PER_GROUP: 4}",
+    *("encoder.config={hidden_size: 48, intermediate_size: 48}", "data.synthetic.scenes={train: 2}"),
+    *("data.resize={short_edge: [32], long_edge: 40}", "data.workers=0", "data.eval_splits=[]"),
+)
 
 
 def tiny(name: str, data: Path, output: Path, *words: str) -> RunConfig:

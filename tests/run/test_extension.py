@@ -28,8 +28,9 @@ from e2e_vl.io import read_log
 from e2e_vl.registry import Entry
 from e2e_vl.run.build import build_examples, build_run
 from e2e_vl.run.checkpoint import load_model
+from e2e_vl.run.compilation import compile_blocks
 from e2e_vl.run.evaluate import evaluate_run
-from e2e_vl.run.train import compile_blocks, train
+from e2e_vl.run.train import train
 from tests.cli.calls import ask, first_image, is_picture, refused
 from tests.run.extensions import conv_next, image_pairs, pooled_encoder, region_features, statements
 from tests.run.runs import ROOT, SHORT, TINY_DETECTOR, first_texts, lose_newest, predictions_of

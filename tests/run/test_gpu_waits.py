@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.conftest import ENCODERS
-from tests.run.runs import ROOT, TINY_DETECTOR
+from tests.run.runs import NARROW_BASE, ROOT, TINY_DETECTOR
 
 PREDICTED, GIVEN = 8, 3  # of a training step with predicted boxes and detection losses, or with given boxes
 PRETRAINING = 9
@@ -58,13 +58,8 @@ def run(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @needs_known_torch
 def test_launches_of_the_base_model(tmp_path: Path):
-    words = [  # narrow, but as deep as it is
-        "train={max_steps: 2, images_per_batch: 2, trackers: [], mixed_precision: bf16}",
-        "detector.overrides.MODEL.RESNETS={STEM_OUT_CHANNELS: 4, RES2_OUT_CHANNELS: 8, WIDTH_PER_GROUP: 4}",
-        *("encoder.config={hidden_size: 48, intermediate_size: 48}", "data.synthetic.scenes={train: 2}"),
-        *("data.resize={short_edge: [32], long_edge: 40}", "data.workers=0", "data.eval_splits=[]"),
-        *(f"data.root={tmp_path / 'data'}", f"output={tmp_path / 'run'}"),
-    ]
+    folders = [f"data.root={tmp_path / 'data'}", f"output={tmp_path / 'run'}"]
+    words = [*NARROW_BASE, "train.mixed_precision=bf16", *folders]
     found = run([{"config": str(ROOT / "configs" / "benchmark" / "train_base.yaml"), "words": words}])[0]
     assert found["launches"] <= LAUNCHES and sum(found["step"].values()) <= GIVEN, found
 

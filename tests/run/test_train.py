@@ -127,24 +127,6 @@ def test_more_micro_batches_than_an_epoch_has(tiny_config):
     assert [line["epoch"] for line in logged(config.output)] == [1.0, 2.0]
 
 
-def test_compiled_blocks_train_like_others(tiny_config, monkeypatch, tmp_path):
-    """Compiled without code generation, whose rounding differs."""
-    compiled, real = [], torch.nn.Module.compile
-
-    def compile_for_test(self, **options):
-        compiled.append(type(self).__name__)
-        real(self, backend="eager", **options)
-
-    monkeypatch.setattr(torch.nn.Module, "compile", compile_for_test)
-    words = *GT_ONLY, *NO_DROPOUT, "train={max_steps: 2, trackers: []}"
-    config, other = tiny_config(*words), tiny_config(*words, "train.torch_compile=true", f"output={tmp_path / 'other'}")
-    train(config)
-    train(other)
-    assert set(compiled) == {"BasicBlock", "VLBertLayer"}
-    for one, two in zip(logged(config.output), logged(other.output), strict=True):
-        assert two["referring"] == pytest.approx(one["referring"], rel=1e-5)
-
-
 @pytest.mark.parametrize("is_channels_last", [True, False])
 def test_the_memory_format_of_the_detector_is_that_of_the_settings(tiny_config, monkeypatch, is_channels_last):
     formats = []
