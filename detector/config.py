@@ -137,7 +137,9 @@ FloatLists = tuple[Annotated[tuple[PositiveFloat, ...], Meta(min_length=1)], ...
 Stage = Literal["res2", "res3", "res4", "res5"]
 Norm = Literal["FrozenBN", "BN", "SyncBN", "GN"]
 OptionalNorm = Literal["", "FrozenBN", "BN", "SyncBN", "GN"]
-Rounding = Literal["detectron2", "truncate", "torchvision", "opencv", "r2c"]  # see `detector.images.ResizeRule`
+# see `detector.images.ResizeRule`
+Rounding = Literal["detectron2", "truncate", "torchvision", "opencv", "r2c"]
+ResizeLibrary = Literal["torch", "pil"]
 BoxLoss = Literal["smooth_l1", "giou", "diou", "ciou"]
 
 

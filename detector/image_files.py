@@ -127,6 +127,8 @@ def read_image(source: str | Path | bytes, name: str, annotated_size: tuple[int,
             return Image.fromarray((values >> 8).astype(np.uint8)).convert("RGB")
         if "transparency" in image.info:  # PIL warns about a direct conversion to RGB
             return image.convert("RGBA").convert("RGB")
+        if image.mode == "RGB":
+            return image  # a conversion would copy it
         return image.convert("RGB")
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
 
-from detector.errors import MissingFileError
+from detector.errors import MissingFileError, UserError
 from e2e_vl.config import BoxSource, ResizeConfig, RunDetectorConfig, TrainConfig
 from e2e_vl.config_files import CONFIGS, differences, find_config, load_config, read_detector_config, save_config
 from e2e_vl.encoders.visual_bert import PretrainedVisualBertConfig
@@ -257,6 +258,25 @@ def test_several_base_files_override_each_other_in_their_order(tmp_path):
     train = load_config(tmp_path / "run.yaml").train
     assert (train.epochs, train.lr) == (2, 0.3)
     assert train.betas == (0.9, 0.98), "of the first base file"
+
+
+@pytest.mark.parametrize(
+    ("folders", "library"),
+    [
+        # VL-BERT's code and R2C's read pixels with PIL; VisualBERT's other tasks and LXMERT read saved features
+        (("refcoco", "vcr", "visual_bert_paper"), "pil"),
+        (("demo", "tiny", "pairs", "own_data", "gqa", "nlvr2"), "torch"),
+    ],
+)
+def test_configs_of_papers_that_read_pixels_resize_with_pil(folders: tuple[str, ...], library: str):
+    for folder in folders:
+        libraries = set()
+        for file in (CONFIGS / folder).glob("*.yaml"):
+            with contextlib.suppress(UserError):  # what configs share, and lists of runs
+                config = load_config(file, ["data.root=data", "detector.weights=weights"])
+                if config.detector.backend != "precomputed":
+                    libraries.add(config.data.resize.library)
+        assert libraries == {library}, folder
 
 
 def test_what_configs_share_is_not_suggested_as_a_run():

@@ -12,7 +12,8 @@ train     an optimiser step over I images with k texts each in one batch ("group
           passes over the images, gradients accumulated), and only the first text of each image ("single")
 evaluate  reading and predicting a batch, for each source of boxes in `eval.boxes`
 ask       answers of a trained run
-data      some batches, read by this process or by `data.workers` others; images/s are per worker
+data      some batches, read by this process or by `data.workers` others; images/s are per worker, and
+          `images per core second` is the best rate of this process by its own CPU time, whatever else runs
 memory    a training step with stored and recomputed activations, for 1 and k texts per image, each in its own process
 estimate  nothing is measured: a roofline of the recipes in configs/benchmark/epochs.yaml, or of --config: FLOPs per
           example, GiB of memory on each of --gpus GPUs, and hours on one / on all of them
@@ -395,7 +396,22 @@ def plan_data(arguments: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
         loader = BatchLoader(run.train_data, sampler, run.collate, workers=workers, keep_workers=True)
         steps[f"{workers} workers"] = (functools.partial(read_batches, loader), images / max(workers, 1))
     pixels = next(iter(loader)).images.pixels
-    return {"pass": steps}, {"batch": f"{pixels.dtype} {list(pixels.shape)}, {pixels.nbytes / 1e6:.1f} MB"}
+    details = {
+        "batch": f"{pixels.dtype} {list(pixels.shape)}, {pixels.nbytes / 1e6:.1f} MB",
+        "images_per_core_second": round(images / min(cpu_seconds(steps["0 workers"][0], arguments.repetitions)), 1),
+    }
+    return {"pass": steps}, details
+
+
+def cpu_seconds(call: Callable[[], Any], repetitions: int) -> list[float]:
+    """Return the CPU time of this process in each call, after a first one."""
+    call()
+    seconds: list[float] = []
+    for _ in range(repetitions):
+        started = time.process_time()
+        call()
+        seconds.append(time.process_time() - started)
+    return seconds
 
 
 def read_batches(loader: BatchLoader) -> None:

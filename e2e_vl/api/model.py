@@ -239,7 +239,7 @@ class TrainedModel(
     def detector(self) -> TrainedDetector:
         """The model's detector, with the image size used in evaluation."""
         size = self.config.data.resize
-        resize = ResizeRule(size.short_edge[-1], size.long_edge, size.rounding)
+        resize = ResizeRule(size.short_edge[-1], size.long_edge, size.rounding, size.library)
         loaded = LoadedDetector(
             self.network.detector, resize, warning=self.boxes_warning, drawn_scenes=self.config.data.synthetic
         )

@@ -399,7 +399,7 @@ def detector_of_run(
         folder / "detector" / "config.yaml",
         folder / "detector",
         backend=backend or config.detector.backend,
-        resize=ResizeRule(resize.short_edge[-1], resize.long_edge, resize.rounding),
+        resize=ResizeRule(resize.short_edge[-1], resize.long_edge, resize.rounding, resize.library),
         max_proposals=max_proposals,
         class_names=class_names,
         attribute_names=attribute_names,

@@ -83,7 +83,7 @@ def resolve_resize(config: RunConfig) -> RunConfig:
             "MIN_SIZE_TEST must be one of MIN_SIZE_TRAIN, and both MAX_SIZEs must be equal); set data.resize."
         )
     short.append(short.pop(short.index(sizes.min_size_test)))  # evaluation uses the last one
-    resize = ResizeConfig(short, sizes.max_size_train, "detectron2")
+    resize = ResizeConfig(short, sizes.max_size_train, "detectron2", "pil")
     return msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, resize=resize))
 
 
@@ -492,9 +492,10 @@ def build_loader(
         dataset: the data set that the box files belong to; None: boxes come with each sample or from the detector.
     """
     data = config.data
-    sizes = data.resize.short_edge if training else data.resize.short_edge[-1:]
+    resize = data.resize
+    sizes = resize.short_edge if training else resize.short_edge[-1:]
     rules = ImageRules(
-        resize=tuple(ResizeRule(size, data.resize.long_edge, data.resize.rounding) for size in sizes),
+        resize=tuple(ResizeRule(size, resize.long_edge, resize.rounding, resize.library) for size in sizes),
         flip_probability=data.flip if training else 0.0,
         channel_order=model.detector.config.input.format,
         with_objects=training and config.detector.loss_weight > 0,

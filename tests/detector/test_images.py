@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from detector.images import (
     mask_rectangles,
     normalise_images,
     resize_image,
+    resize_pixels,
 )
 
 
@@ -133,6 +135,52 @@ def test_files_that_are_no_images(tmp_path: Path):
             load_image(tmp_path / name)
         with pytest.raises(UserError, match=r"shard\.tar: x"):
             load_resized((tmp_path / name).read_bytes(), ResizeRule(20, 50), name="shard.tar: x")
+
+
+@pytest.mark.parametrize(
+    ("size", "new_size"),
+    [
+        ((427, 640), (600, 899)),
+        ((1200, 1600), (600, 800)),
+        ((1500, 2003), (224, 299)),
+        ((600, 800), (600, 800)),
+        ((600, 800), (600, 799)),
+        ((1, 1), (600, 600)),
+        ((1, 7), (600, 1000)),
+        ((3000, 2), (1000, 1)),
+        ((3, 20000), (1, 1000)),
+    ],
+)
+@pytest.mark.parametrize("kind", ["noise", "black and white"])
+def test_torch_resizes_like_pil(size: tuple[int, int], new_size: tuple[int, int], kind: str):
+    """To one grey value, upwards and downwards, for photos, single pixels and strips."""
+    pixels = random_pixels(*size)
+    if kind == "black and white":
+        pixels = np.where(pixels < 128, np.uint8(0), np.uint8(255))
+    resized = resize_pixels(pixels, new_size)
+    expected = np.asarray(resize_image(Image.fromarray(pixels), new_size))
+    assert resized.dtype == np.uint8 and resized.shape == expected.shape
+    difference = np.abs(resized.astype(int) - expected)
+    assert difference.max() <= 1 and (min(new_size) == 1 or difference.mean() < 0.01)
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "RGB", "RGBA", "P", "CMYK", "I;16"])
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_both_libraries_resize_every_kind_of_file(tmp_path: Path, mode: str, orientation: int):
+    if mode == "I;16":
+        image = Image.fromarray(np.random.default_rng(0).integers(0, 65536, (61, 83), dtype=np.uint16))
+    else:
+        image = Image.fromarray(random_pixels(61, 83)).convert(mode)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image.save(tmp_path / "a", "TIFF" if mode == "CMYK" else "PNG", exif=exif)
+    for rule in (ResizeRule(40, 90), ResizeRule(200, 240)):
+        by_pil, size = load_resized(tmp_path / "a", rule, "RGB")
+        by_torch, same_size = load_resized(tmp_path / "a", dataclasses.replace(rule, library="torch"), "RGB")
+        assert size == same_size == ((61, 83) if orientation == 1 else (83, 61))
+        assert by_torch.flags.c_contiguous and by_torch.flags.writeable
+        assert by_torch.shape == by_pil.shape == (*rule.target_size(*size), 3)
+        assert np.abs(by_torch.astype(int) - by_pil).max() <= 1
 
 
 def test_load_resized_is_load_then_resize(tmp_path: Path):

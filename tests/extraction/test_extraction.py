@@ -245,11 +245,11 @@ def test_limit_of_proposals(config_file: Path, folder: Path):
 
 def test_detector_of_a_run(trained_run, tmp_path: Path):
     folder = shutil.copytree(trained_run.path / "model", tmp_path / "run" / "model")
-    sizes = {"short_edge": [48, 64], "long_edge": 80, "rounding": "truncate"}
+    sizes = {"short_edge": [48, 64], "long_edge": 80, "rounding": "truncate", "library": "torch"}
     save_config(replaced(trained_run.config, data={"resize": sizes}), folder / "config.yaml")
     for path in (tmp_path / "run", folder):
         source = detector_of_run(path)
-        assert source.resize == ResizeRule(64, 80, "truncate")
+        assert source.resize == ResizeRule(64, 80, "truncate", "torch")
         assert source.weights == folder / "detector" / "model.safetensors"
         assert same(source.detector, trained_run.model.detector)
     with pytest.raises(FileNotFoundError, match=tmp_path.name):

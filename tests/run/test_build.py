@@ -66,7 +66,7 @@ def test_examples_can_be_sent_to_workers_that_are_spawned(trained_run):
 def test_the_sizes_are_those_of_the_yaml_file_and_are_saved_with_the_run(tiny_config, on_cpu):
     config = tiny_config("data.resize=null", f"detector.overrides.INPUT={TESTED_AT_96}")
     resolved = resolve_config(config)
-    assert resolved.data.resize == ResizeConfig([112, 128, 96], 160, "detectron2")  # testing takes the last
+    assert resolved.data.resize == ResizeConfig([112, 128, 96], 160, "detectron2", "pil")  # testing takes the last
     assert resolve_config(resolved) == resolved
     train(replaced(config, train={"max_steps": 1}, eval={"boxes": []}))
     assert load_config(Path(config.output) / "model/config.yaml").data.resize == resolved.data.resize

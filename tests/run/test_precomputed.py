@@ -47,7 +47,8 @@ def features(live, config) -> Path:
     """Features of all annotated boxes, made by the live run's detector."""
     data, output = config.data, Path(config.output).with_name("features")
     instances = Path(data.root) / data.files["instances"]
-    resize = ResizeRule(data.resize.short_edge[-1], data.resize.long_edge, data.resize.rounding)
+    sizes = data.resize
+    resize = ResizeRule(sizes.short_edge[-1], sizes.long_edge, sizes.rounding, sizes.library)
     settings = ExtractionConfig("given", image_feature=True)
     source = LoadedDetector(live.model.detector, resize)
     images, given = list_images(instances, Path(data.root) / data.files["images"]), read_given_boxes(instances)
