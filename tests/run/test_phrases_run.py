@@ -22,7 +22,7 @@ from tests.run.runs import ROOT, SHORT, first_texts, logged, predictions_of, tin
 from tests.same import assert_same
 from tests.weights.starts import options, replaced
 
-HEAD = "phrases={weight: 1.0, layer: 1, size: 8}"
+HEAD = "phrases={weight: 1.0, layer: 1, size: 8, short_path_weight: 0.5}"
 OWN_PHRASES = (
     HEAD,
     "data.files.phrases=refcoco+_phrases/Sentences",
@@ -75,9 +75,10 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("phrases")
 
 
-def test_words_that_form_phrases_have_a_weight_relative_to_that_of_phrases():
-    config = load_config(ROOT / "configs/tiny/refcoco.yaml", ["phrases={weight: 2.0, tag_weight: 0.25}"])
-    assert phrase_weights(config) == {"phrases": 2.0, "phrase_tags": 0.5}
+def test_tags_and_the_short_path_have_weights_relative_to_that_of_phrases():
+    words = "phrases={weight: 2.0, tag_weight: 0.25, short_path_weight: 3.0}"
+    config = load_config(ROOT / "configs/tiny/refcoco.yaml", [words])
+    assert phrase_weights(config) == {"phrases": 2.0, "phrase_tags": 0.5, "short_path": 6.0}
 
 
 def alone(task: str, folder: Path, *words: str) -> RunConfig:
@@ -221,7 +222,8 @@ def test_names_as_phrases(folder, tmp_path):
 
 def gradients_reach(model: torch.nn.Module, loss: torch.Tensor) -> None:
     """The gradients of a loss reach the encoder and the detector's backbone."""
-    loss.backward()
+    model.zero_grad()
+    loss.backward(retain_graph=True)
     for part in (model.detector.backbone, model.encoder):
         assert any(value.grad is not None and value.grad.any() for value in part.parameters())
 
@@ -239,9 +241,10 @@ def test_phrases_beside_each_task_train_the_backbone_of_each_encoder(folder, tas
     run = build_run(replaced(config, encoder={"name": encoder, "config": own}))
     model, batch = run.model.train(), first_texts(run)
     output = model(batch)
-    assert LOSSES.get(task, task) in output.losses and {"phrases", "phrase_tags"} <= output.losses.keys()
+    assert LOSSES.get(task, task) in output.losses and {"phrases", "phrase_tags", "short_path"} <= output.losses.keys()
     assert all(torch.isfinite(loss.total) and loss.count > 0 for loss in output.losses.values())
     gradients_reach(model, output.losses["phrases"].mean)
+    gradients_reach(model, output.losses["short_path"].mean)
     with torch.no_grad():
         evaluated = model.eval()(batch)
     assert evaluated.phrases.log_attention.shape[0] == evaluated.phrases.spans.counts.sum() > 0
