@@ -221,7 +221,7 @@ def measure_updates(
     settings = config.train
     before = {stage: [parameter.detach().clone() for parameter in stages[stage]] for stage in stages}
     device = next(model.parameters()).device
-    optimizer = build_optimizer(model, settings, on_cpu=device.type == "cpu")
+    optimizer = build_optimizer(model, settings)
     if state is not None:
         options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         check_arrays(state)

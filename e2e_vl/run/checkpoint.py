@@ -262,6 +262,10 @@ def load_state(accelerator: Accelerator, optimizer: torch.optim.Optimizer, folde
     accelerator.load_state(str(folder / "state"))
     for group, current in zip(optimizer.param_groups, options, strict=True):
         group.update(current)
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if "step" in state:  # the count of updates; a checkpoint of another version may have it elsewhere
+                state["step"] = state["step"].to(parameter.device if group["fused"] else "cpu")
     return read_json(folder / POSITION_FILE)
 
 

@@ -175,7 +175,7 @@ class Trainer:
             # another version may read the same records into other fields: then they are not compared
             f"records of the training split (e2e-vl {__version__})": run.train_data.fingerprint(),
         }
-        optimizer = build_optimizer(run.model, settings, on_cpu=accelerator.device.type == "cpu")
+        optimizer = build_optimizer(run.model, settings)
         if settings.activation_checkpointing:
             run.model.recompute_activations()
         if settings.channels_last:

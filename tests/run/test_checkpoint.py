@@ -236,6 +236,17 @@ def test_the_official_optimisers_go_on_exactly(tiny_config, tmp_path, settings, 
     assert rates == pytest.approx([config.train.lr * factor for factor in factors])
 
 
+def test_counts_of_updates_move_to_the_device_of_a_fused_optimiser(tmp_path):
+    """A GPU needs them there; checkpoints made without the fused optimiser have them on the CPU."""
+    (tmp_path / "state").mkdir()
+    write_json(tmp_path / checkpoint.POSITION_FILE, {})
+    parameter = torch.zeros(2, device="meta", requires_grad=True)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    optimizer.state[parameter] = {"step": torch.tensor(3.0)}
+    checkpoint.load_state(SimpleNamespace(load_state=lambda folder: None), optimizer, tmp_path)
+    assert optimizer.state[parameter]["step"].device == parameter.device
+
+
 def test_a_checkpoint_replaces_older_and_later_ones(tmp_path, monkeypatch):
     """Later ones were passed over as damaged; if they stayed, the newest good one would be removed."""
     monkeypatch.setattr(checkpoint, "save_model", lambda *_: None)

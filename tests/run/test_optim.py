@@ -209,6 +209,32 @@ def test_a_parameter_without_a_gradient_is_left_alone_and_its_schedule_waits():
     assert {id(parameter) for parameter in optimizer.state} == {id(model.task.weight), id(model.task.bias)}
 
 
+def test_counts_of_updates_are_read_only_after_loading(monkeypatch):
+    """On a GPU, where the fused optimiser has them, the host would wait."""
+    reads = []
+    real = torch.Tensor.__int__
+    monkeypatch.setattr(torch.Tensor, "__int__", lambda tensor: reads.append(tensor) or real(tensor))
+    model = Parts()
+    optimizer, _ = bert_adam(model)
+    model.task.bias.grad = torch.ones(1)
+    for _ in range(2):
+        optimizer.step()
+    assert not reads
+    optimizer.load_state_dict(optimizer.state_dict())
+    for _ in range(2):
+        optimizer.step()
+    assert len(reads) == 1
+    assert optimizer.state[model.task.bias]["step"] == 4
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_official", "bert_adam"])
+def test_fp16_alone_has_no_fused_optimiser(optimizer):
+    for precision in ("no", "bf16", "fp16"):
+        settings = TrainConfig(optimizer=optimizer, mixed_precision=precision)
+        groups = build_optimizer(Parts(), settings).param_groups
+        assert {bool(group["fused"]) for group in groups} == {precision != "fp16"}
+
+
 def test_bert_adam_follows_a_part_of_a_schedule():
     """The first update of the second half of 16 steps has the rate of step 8."""
     model = Parts()
