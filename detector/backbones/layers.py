@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.distributed.nn.functional import all_reduce
 from torchvision.ops.misc import FrozenBatchNorm2d
 from typing_extensions import override
@@ -152,6 +154,23 @@ class AffineCache:
         return self._affine
 
 
+class FoldAndCast(torch.autograd.Function):
+    """`(weight * scale).to(dtype)` by one kernel, and its gradient by another; autograd alone launches two for each."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, weight: Float[Tensor, "out _in _h _w"], scale: Float[Tensor, "out 1 1 1"], dtype: torch.dtype
+    ) -> Float[Tensor, "out _in _h _w"]:
+        ctx.save_for_backward(scale)
+        folded = torch.empty_like(weight, dtype=dtype)
+        return torch.mul(weight, scale, out=folded)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (scale,) = ctx.saved_tensors
+        return gradient * scale, None, None
+
+
 class ConvNorm(nn.Conv2d):
     """Convolution with a normalisation layer instead of a bias, or with a bias only.
 
@@ -188,6 +207,8 @@ class ConvNorm(nn.Conv2d):
             affine = FrozenAffine.of_norm(self.norm, dtype)
         else:
             affine = self._affine_cache.affine(self.norm, dtype)
+            if is_autocast and not affine.scale.requires_grad:
+                return FoldAndCast.apply(self.weight, affine.scale[:, None, None, None], dtype), affine
         return self.weight * affine.scale[:, None, None, None], affine
 
     def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

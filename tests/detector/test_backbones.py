@@ -15,7 +15,7 @@ from torchvision.ops.misc import FrozenBatchNorm2d
 
 from detector.backbones.base import blocks_to_compile, recompute_activations
 from detector.backbones.fpn import FPN, ResNetFPN
-from detector.backbones.layers import AffineCache, ConvNorm, SyncBatchNorm, freeze, make_norm
+from detector.backbones.layers import AffineCache, ConvNorm, FoldAndCast, SyncBatchNorm, freeze, make_norm
 from detector.backbones.resnet import Res5, ResNet
 from detector.config import BACKBONES, BackboneEntry, DetectorConfig, MapShape, ResNetConfig, ResNetSpec, flatten
 from detector.errors import UserError
@@ -187,6 +187,19 @@ def test_a_saved_or_copied_cache_is_empty():
     before = cache.affine(norm, torch.float32)
     assert copy.deepcopy(cache).affine(norm, torch.float32) is not before
     assert len(pickle.dumps(cache)) < 200
+
+
+def test_weights_folded_and_cast_in_one_kernel_are_those_of_two():
+    weight = torch.randn(4, 3, 3, 3).to(memory_format=torch.channels_last).requires_grad_()
+    scale = torch.rand(4)[:, None, None, None]
+    folded = FoldAndCast.apply(weight, scale, torch.bfloat16)
+    expected = (weight * scale).to(torch.bfloat16)
+    assert torch.equal(folded, expected)
+    assert folded.stride() == expected.stride()
+    gradient = torch.randn(4, 3, 3, 3).to(torch.bfloat16)
+    results = [torch.autograd.grad(result, weight, gradient)[0] for result in (folded, expected)]
+    assert results[0].dtype == torch.float32
+    assert torch.equal(*results)
 
 
 def test_frozen_batch_norms_keep_their_numbers():
