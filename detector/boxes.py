@@ -17,17 +17,10 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Float32, Int8, Int64, Num
 from torch import Tensor
-from torchvision.ops import (
-    batched_nms,
-    clip_boxes_to_image,
-    complete_box_iou_loss,
-    distance_box_iou_loss,
-    generalized_box_iou_loss,
-    nms,
-)
 
 from detector.config import SelectionRule
 from detector.errors import UserError
+from detector.operators import batched_nms, clip_boxes_to_image, nms
 
 Array = TypeVar("Array", np.ndarray, Tensor)
 
@@ -157,7 +150,11 @@ def check_boxes(boxes: Sequence[Array], names: Sequence[str], what: str = "box")
             )
 
 
-IOU_LOSSES = {"giou": generalized_box_iou_loss, "diou": distance_box_iou_loss, "ciou": complete_box_iou_loss}
+IOU_LOSSES = {  # kind -> function of torchvision
+    "giou": "generalized_box_iou_loss",
+    "diou": "distance_box_iou_loss",
+    "ciou": "complete_box_iou_loss",
+}
 
 
 def box_regression_loss(
@@ -183,8 +180,10 @@ def box_regression_loss(
     if kind == "smooth_l1":
         deltas = deltas.to(torch.promote_types(deltas.dtype, torch.float32))
         return F.smooth_l1_loss(deltas, encode_deltas(boxes, targets, weights), beta=smooth_l1_beta, reduction="sum")
+    from torchvision import ops  # late: it imports torch's compiler
+
     decoded = decode_deltas(deltas, boxes, weights)
-    return IOU_LOSSES[kind](decoded, targets.to(decoded.dtype), reduction="sum")
+    return getattr(ops, IOU_LOSSES[kind])(decoded, targets.to(decoded.dtype), reduction="sum")
 
 
 def match(

@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64, Num, UInt8
 from PIL import Image
 from torch import Tensor
-from torchvision.ops import clip_boxes_to_image
 
 from detector.boxes import Array
 from detector.config import InputConfig, ResizeLibrary, Rounding
 from detector.errors import UserError
 from detector.image_files import read_image
+from detector.operators import clip_boxes_to_image
 from detector.structures import ImageBatch
 
 Pixels = UInt8[np.ndarray, "height width 3"]

@@ -16,11 +16,10 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from msgspec import structs
 from torch import Tensor, nn
-from torchvision.ops.misc import FrozenBatchNorm2d
 from typing_extensions import override
 
 from detector.backbones.base import Backbone, Block, blocks_to_compile, recompute_activations
-from detector.backbones.layers import BatchStatistics, ConvNorm, freeze
+from detector.backbones.layers import BatchStatistics, ConvNorm, FrozenBatchNorm2d, freeze
 from detector.backbones.resnet import BLOCKS_PER_STAGE, BasicStem, BottleneckBlock
 from detector.boxes import check_boxes, prepend, whole_image_boxes
 from detector.config import DetectorConfig, ResNetConfig

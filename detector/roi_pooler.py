@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor
-from torchvision.ops import roi_align, roi_pool
 
 from detector.boxes import area
 from detector.config import DetectorConfig
@@ -42,6 +41,8 @@ def align_rois(
     """
     # `embedding_bag` crashes in backward without bags; what is exported must not depend on data
     if features.device.type != "cpu" or not len(rois) or torch.compiler.is_compiling():
+        from torchvision.ops import roi_align  # late: it imports torch's compiler
+
         maps = roi_align(features, rois, (side, side), spatial_scale, sampling_ratio, aligned)
         return maps[:, :, ::stride, ::stride]
     _, channels, height, width = features.shape
@@ -172,6 +173,8 @@ class RoIPooler:
         features = features.to(torch.promote_types(features.dtype, torch.float32))
         rois = rois.to(features.dtype)
         if config.pooler_type == "ROIPool":
+            from torchvision.ops import roi_pool
+
             side = (config.pooler_resolution, config.pooler_resolution)
             maps = roi_pool(features, rois, side, 1.0 / stride)[:, :, ::step, ::step]
             return maps.contiguous(memory_format=torch.channels_last)

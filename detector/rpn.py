@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Float32, Int8, Int64
 from torch import Tensor, nn
-from torchvision.ops import clip_boxes_to_image
 
 from detector.boxes import (
     box_regression_loss,
@@ -29,6 +28,7 @@ from detector.boxes import (
     subsample,
 )
 from detector.config import AnchorConfig, DetectorConfig, RPNConfig
+from detector.operators import clip_boxes_to_image
 from detector.structures import DetectionTargets, FeatureMap, FeatureMaps, ImageBoxes, ImageSizes, Loss
 
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from e2e_vl.registry import ENCODERS
 
 if TYPE_CHECKING:
-    from e2e_vl.api.model import TrainedDetector, TrainedModel
+    from e2e_vl.api.detector import TrainedDetector
+    from e2e_vl.api.model import TrainedModel
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "load", "load_detector", "register_encoders"]
@@ -59,7 +60,7 @@ def load_detector(
         attribute_names: likewise for attributes (attributes_vocab.txt); regions then have attributes.
         dtype: as in `load`; None = float32.
     """
-    from e2e_vl.api.model import TrainedDetector  # torch takes seconds to import
+    from e2e_vl.api.detector import TrainedDetector  # torch takes seconds to import, and transformers more
     from e2e_vl.extraction.regions import find_detector
     from e2e_vl.run.devices import choose_device
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.nn.functional import all_reduce
-from torchvision.ops.misc import FrozenBatchNorm2d
 from typing_extensions import override
 
 from detector.config import NORM_EPS
@@ -50,6 +49,33 @@ class SyncBatchNorm(nn.BatchNorm2d):
             self.running_var.lerp_(variance * count / (count - 1).clamp(min=1), momentum)
         scale = self.weight * torch.rsqrt(variance + self.eps)
         return (centred * scale[:, None, None] + self.bias[:, None, None]).to(x.dtype)
+
+
+class FrozenBatchNorm2d(nn.Module):
+    """Batch norm with fixed statistics, weights and biases, all of them buffers, as in torchvision and Detectron2."""
+
+    def __init__(self, num_features: int, eps: float = NORM_EPS) -> None:
+        super().__init__()
+        self.eps = eps
+        self.register_buffer("weight", torch.ones(num_features))
+        self.register_buffer("bias", torch.zeros(num_features))
+        self.register_buffer("running_mean", torch.zeros(num_features))
+        self.register_buffer("running_var", torch.ones(num_features))
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.weight * (self.running_var + self.eps).rsqrt()
+        bias = self.bias - self.running_mean * scale
+        return x * scale[:, None, None] + bias[:, None, None]
+
+    @override
+    def extra_repr(self) -> str:
+        return f"{len(self.weight)}, eps={self.eps}"
+
+    @override
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        state_dict.pop(f"{prefix}num_batches_tracked", None)  # of a batch norm that was trained
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def make_norm(name: str, channels: int) -> nn.Module:

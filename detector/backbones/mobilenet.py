@@ -5,11 +5,10 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor, nn
 from torchvision.models.detection.backbone_utils import mobilenet_backbone
-from torchvision.ops.misc import FrozenBatchNorm2d
 from typing_extensions import override
 
 from detector.backbones.base import Backbone
-from detector.backbones.layers import freeze
+from detector.backbones.layers import FrozenBatchNorm2d, freeze
 from detector.config import DetectorConfig
 from detector.structures import FeatureMaps
 

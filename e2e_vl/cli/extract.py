@@ -157,7 +157,7 @@ def one_image(argv: list[str] | None = None, prog: str | None = None) -> int:
     images = find_images(args.image)
     rule = DISPLAY_SELECTION.with_stated(args.min_score, args.min_regions, args.max_regions)
     source = load_source(args, args.class_names, args.attribute_names)
-    from e2e_vl.api.model import TrainedDetector  # late: imports torch
+    from e2e_vl.api.detector import TrainedDetector  # late: imports torch
 
     if source.warning:
         print(source.warning)

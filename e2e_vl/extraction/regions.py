@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torchvision.ops import batched_nms, clip_boxes_to_image, nms
 
 from detector.boxes import best_class_boxes, decode_deltas, is_larger, select_max_conf, select_max_nms, select_regions
 from detector.checkpoint import CONFIG_NAME, find_weights, load_checkpoint, read_class_names
@@ -22,6 +21,7 @@ from detector.config import BACKENDS, DetectorConfig, SelectionRule
 from detector.errors import UserError
 from detector.faster_rcnn import TwoStageDetector
 from detector.images import ResizeRule, load_resized, make_image_batch, normalise_images, resize_boxes
+from detector.operators import batched_nms, clip_boxes_to_image, nms
 from detector.roi_pooler import to_rois
 from detector.structures import FeatureMaps, ImageBatch, RoIFeatures
 from detector.zoo import PublishedWeights, find_published_weights, read_vocabulary, resolve_weights

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from accelerate.utils import parse_flag_from_env
 
 from detector.errors import UserError
 
@@ -25,9 +24,11 @@ def default_device() -> torch.device:
 
     Other accelerators, such as a Mac's MPS, run on request only: no training was ever run on them.
     """
-    if torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU"):
-        return torch.device("cuda")
-    return torch.device("cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    from accelerate.utils import parse_flag_from_env  # late: it imports much
+
+    return torch.device("cpu" if parse_flag_from_env("ACCELERATE_USE_CPU") else "cuda")
 
 
 def choose_device(device: str | int | torch.device | None) -> torch.device:

@@ -11,11 +11,18 @@ import torch
 from msgspec import structs
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torchvision.ops.misc import FrozenBatchNorm2d
 
 from detector.backbones.base import blocks_to_compile, recompute_activations
 from detector.backbones.fpn import FPN, ResNetFPN
-from detector.backbones.layers import AffineCache, ConvNorm, FoldAndCast, SyncBatchNorm, freeze, make_norm
+from detector.backbones.layers import (
+    AffineCache,
+    ConvNorm,
+    FoldAndCast,
+    FrozenBatchNorm2d,
+    SyncBatchNorm,
+    freeze,
+    make_norm,
+)
 from detector.backbones.resnet import Res5, ResNet
 from detector.config import BACKBONES, BackboneEntry, DetectorConfig, MapShape, ResNetConfig, ResNetSpec, flatten
 from detector.errors import UserError
