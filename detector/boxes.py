@@ -258,8 +258,9 @@ def nms_per_image(
     """Apply non-maximum suppression to the boxes of each image and group; groups are feature maps or classes.
 
     On a GPU, one call serves all images (of up to `MAX_JOINT_NMS` boxes together, because its memory grows with their
-    square), so the host waits twice and not twice per image. The boxes of each image and group are moved apart, in
-    float64, where no coordinate is rounded; a device without float64 takes the images one by one.
+    square), so the host waits twice and not twice per image; once for a single image whose boxes all take part. The
+    boxes of each image and group are moved apart, in float64, where no coordinate is rounded; a device without float64
+    takes the images one by one.
 
     Args:
         boxes: of all images, inside their image.
@@ -291,6 +292,8 @@ def nms_per_image(
         scores = scores.masked_fill(~is_usable, -torch.inf)
         image = image.masked_fill(~is_usable, len(sizes))
     rows = nms(moved, scores, threshold)
+    if len(sizes) == 1 and is_usable is None:
+        return [rows[:limit]]
     owner = image[rows]
     counts = torch.zeros(len(sizes) + 1, dtype=torch.int64, device=rows.device)
     counts = counts.index_add(0, owner, torch.ones_like(owner)).tolist()

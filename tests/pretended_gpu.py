@@ -6,7 +6,7 @@ relies on internals of torch, so it runs in a process of its own:
     python -m tests.pretended_gpu '[{"config": "configs/tiny/refcoco.yaml", "words": ["train.max_steps=1"]}]'
 
 trains with each of these settings and prints, as JSON, the waits and launches of the last training step, the waits of
-each evaluation, and of questions about the photo that a job names. A job may replace the encoder, too.
+each evaluation, of questions about the photo that a job names, and of its regions. A job may replace the encoder, too.
 """
 
 from __future__ import annotations
@@ -226,6 +226,9 @@ def measure(
             waits.clear()
             model.ask(next(Path(settings.data.root).glob(photo)), "the small red circle", boxes=boxes)
             found[name] = dict(waits)
+        waits.clear()
+        model.regions(next(Path(settings.data.root).glob(photo)))
+        found["regions"] = dict(waits)
     return found
 
 

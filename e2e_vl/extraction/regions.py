@@ -23,7 +23,7 @@ from detector.faster_rcnn import TwoStageDetector
 from detector.images import ResizeRule, load_resized, make_image_batch, normalise_images, resize_boxes
 from detector.operators import batched_nms, clip_boxes_to_image, nms
 from detector.roi_pooler import to_rois
-from detector.structures import FeatureMaps, ImageBatch, RoIFeatures
+from detector.structures import FeatureMaps, ImageBatch, Movable, RoIFeatures, map_tensors
 from detector.zoo import PublishedWeights, find_published_weights, read_vocabulary, resolve_weights
 from e2e_vl.config import ExtractionConfig, SyntheticDataConfig
 from e2e_vl.config_files import find_config, load_config
@@ -64,6 +64,32 @@ class _SelectedRegions:
     features: RoIFeatures | None = None  # None: to be pooled from the boxes
     scores: Tensor | None = None  # float [R]; None: the best class probability of the features
     classes: Tensor | None = None  # int64 [R]
+
+
+@dataclasses.dataclass
+class _Candidates(Movable):
+    """Detections of one image after the NMS within each class; the few that are left are selected on the CPU."""
+
+    rows: Tensor  # int64 [candidates], their proposals
+    classes: Tensor  # int64 [candidates]
+    boxes: Tensor  # float32 [candidates, 4], pixels of the resized image
+    scores: Tensor  # float32 [candidates]
+
+    def take(self, selected: Tensor) -> _Candidates:
+        return map_tensors(self, lambda values: values[selected])
+
+
+@dataclasses.dataclass
+class _RegionValues(Movable):
+    """All that is recorded of the regions of one image; they leave a GPU together, so that it waits once."""
+
+    boxes: Tensor
+    features: Tensor
+    classes: Tensor
+    scores: Tensor
+    attributes: Tensor | None
+    attribute_scores: Tensor | None
+    image_feature: Tensor | None
 
 
 class _Proposals(NamedTuple):
@@ -168,17 +194,17 @@ class RegionExtractor:
     def _select_detections(self, proposals: _Proposals, size: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
         """Select detections by the rule "score"; returns their proposals' rows, their classes and boxes [R, 4]."""
         probs = proposals.probs
-        rows, classes = select_candidate_pairs(probs)
-        boxes = clip_boxes_to_image(proposals.refined[rows, classes], size)
-        usable = torch.isfinite(boxes).all(dim=1) & is_larger(boxes)
-        rows = rows[usable]
-        classes = classes[usable]
-        boxes = boxes[usable]
+        boxes = clip_boxes_to_image(proposals.refined, size)
+        is_usable = torch.isfinite(boxes).all(dim=2) & is_larger(boxes)
+        rows, classes = select_candidate_pairs(probs, is_usable)
+        boxes = boxes[rows, classes]
         scores = probs[rows, classes]
         selected = batched_nms(boxes, scores, classes, self.detector.config.roi_heads.nms_thresh)
-        selected = selected[nms(boxes[selected], scores[selected], SAME_PLACE)]
-        selected = selected[select_regions(scores[selected], self.settings.selection_rule)]
-        return rows[selected], classes[selected], boxes[selected]
+        candidates = _Candidates(rows, classes, boxes, scores).take(selected).cpu()
+        selected = nms(candidates.boxes, candidates.scores, SAME_PLACE)
+        selected = selected[select_regions(candidates.scores[selected], self.settings.selection_rule)]
+        chosen = candidates.take(selected).to(probs.device)
+        return chosen.rows, chosen.classes, chosen.boxes
 
     def _record(self, image: InputImage, regions: _SelectedRegions, image_feature: Tensor | None) -> RegionFeatures:
         predictor = self.detector.roi_heads.box_predictor
@@ -198,19 +224,28 @@ class RegionExtractor:
         else:
             boxes = torch.from_numpy(image.given_boxes.boxes)  # not scaled back, which would add rounding errors
             box_ids = image.given_boxes.ids
+        values = _RegionValues(
+            boxes=clip_boxes_to_image(boxes, image.original_size),
+            features=regions.features.region,
+            classes=classes,
+            scores=scores,
+            attributes=attributes,
+            attribute_scores=attribute_scores,
+            image_feature=image_feature,
+        ).cpu()
         return RegionFeatures(
             image_id=image.id,
             image_size=image.original_size,
-            boxes=_array(clip_boxes_to_image(boxes, image.original_size)),
-            features=_array(regions.features.region),
+            boxes=_array(values.boxes),
+            features=_array(values.features),
             predictions=BoxPredictions(
-                classes=_array(classes),
-                scores=_array(scores),
-                attributes=_array(attributes),
-                attribute_scores=_array(attribute_scores),
+                classes=_array(values.classes),
+                scores=_array(values.scores),
+                attributes=_array(values.attributes),
+                attribute_scores=_array(values.attribute_scores),
             ),
             box_ids=box_ids,
-            image_feature=_array(image_feature),
+            image_feature=_array(values.image_feature),
         )
 
 
@@ -220,14 +255,17 @@ def _array(values: Tensor | None) -> np.ndarray | None:
         return None
     if values.is_floating_point():
         values = values.float()
-    return values.cpu().numpy()
+    return values.numpy()
 
 
-def select_candidate_pairs(probs: Tensor) -> tuple[Tensor, Tensor]:
+def select_candidate_pairs(probs: Tensor, is_usable: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Select candidate detections, (proposal, class) pairs: the most probable ones and each proposal's best class.
 
     With many classes, a few confident proposals could fill `MAX_CANDIDATES`; the best class of every proposal ensures
     that the rule's minimum number is reached.
+
+    Args:
+        is_usable: bool [P, K]; the pairs without it are left out afterwards.
 
     Returns:
         int64 [pairs] rows of proposals and int64 [pairs] classes, in the order of the rows.
@@ -235,8 +273,11 @@ def select_candidate_pairs(probs: Tensor) -> tuple[Tensor, Tensor]:
     num_classes = probs.shape[1]
     most_probable = probs.flatten().topk(min(probs.numel(), MAX_CANDIDATES)).indices
     best_class = torch.arange(len(probs), device=probs.device) * num_classes + probs.argmax(dim=1)
-    pairs = torch.cat((most_probable, best_class)).unique()
-    return pairs // num_classes, pairs % num_classes
+    is_candidate = torch.zeros_like(probs, dtype=torch.bool)
+    is_candidate.view(-1)[torch.cat((most_probable, best_class))] = True
+    if is_usable is not None:
+        is_candidate &= is_usable
+    return is_candidate.nonzero(as_tuple=True)
 
 
 # The detector: a config with weights, or the detector of a trained run

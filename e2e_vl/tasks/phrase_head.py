@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from detector.boxes import area
-from detector.structures import Loss
+from detector.structures import Loss, Movable
 from e2e_vl.phrases import PhraseBatch, find_characters
 from e2e_vl.predictions import GroundedPhrase, Prediction
 from e2e_vl.structures import Batch, IntermediateStates, ModelOutput, PhraseOutput, TextRegions, at_least_float32
@@ -83,14 +83,9 @@ class PhraseHead(nn.Module):
         tags = at_least_float32(self.tags(states.text))
         if self.training:
             spans = annotated.spans
-            is_annotated = slice(None)
+            annotated_rows = slice(None)
         else:
-            if self.finds_phrases:
-                detected_spans = predicted_spans(tags, annotated)
-            else:
-                detected_spans = whole_spans(is_word(annotated))
-            spans = fill_in_spans(annotated, detected_spans)
-            is_annotated = annotated.spans.counts[spans.owner] > 0
+            spans, annotated_rows = self._find_phrases(tags, annotated)
         # candidate boxes of a text's first image
         candidates = text_regions.attention_mask & (text_regions.row >= 0) & (text_regions.image_slot == 0)
         owner = spans.owner
@@ -100,7 +95,7 @@ class PhraseHead(nn.Module):
         annotated_owner = annotated.spans.owner
         is_correct = overlapping(text_regions, annotated_owner, annotated.boxes) & candidates[annotated_owner]
         losses = {
-            "phrases": grounding_loss(log_attention[is_annotated], is_correct),
+            "phrases": grounding_loss(log_attention[annotated_rows], is_correct),
             TAGS: tagging_loss(tags, annotated),
         }
         if self.short_path is not None:
@@ -108,10 +103,40 @@ class PhraseHead(nn.Module):
             losses[SHORT_PATH] = grounding_loss(short_attention, is_correct)
         return PhraseOutput(spans, log_attention, is_correct, losses)
 
+    def _find_phrases(
+        self, tags: Float[Tensor, "M L 3"], annotated: PhraseBatch
+    ) -> tuple[Ragged, Int64[Tensor, " annotated"]]:
+        """Return the spans of the annotated or else the detected phrases, and the rows of the annotated ones.
+
+        They are found on the CPU, so that a GPU waits once and not for every list.
+        """
+        texts = TaggedTexts(tags, self.tags.bias, annotated).cpu()
+        if texts.has_trained_tags:
+            detected_spans = predicted_spans(texts.tags, texts.annotated)
+        else:
+            detected_spans = whole_spans(is_word(texts.annotated))
+        spans = fill_in_spans(texts.annotated, detected_spans)
+        annotated_rows = (texts.annotated.spans.counts[spans.owner] > 0).nonzero()[:, 0]
+        return spans.to(tags.device), annotated_rows.to(tags.device, non_blocking=True)
+
     @property
     def finds_phrases(self) -> bool:
         """Whether the tags were trained: the bias is then no longer 0, its initial value."""
         return bool(self.tags.bias.any())
+
+
+@dataclasses.dataclass
+class TaggedTexts(Movable):
+    """What the phrases of M texts are found from."""
+
+    tags: Float[Tensor, "M L 3"]
+    tag_bias: Float[Tensor, " 3"]
+    annotated: PhraseBatch
+
+    @property
+    def has_trained_tags(self) -> bool:
+        """As `PhraseHead.finds_phrases`."""
+        return bool(self.tag_bias.any())
 
 
 class ShortPath(nn.Module):

@@ -16,7 +16,8 @@ from tests.run.runs import NARROW_BASE, ROOT, TINY_DETECTOR
 
 PREDICTED, GIVEN = 8, 3  # of a training step with predicted boxes and detection losses, or with given boxes
 PRETRAINING = 9
-ASK, ASK_GIVEN = 6, 2  # of a question about predicted or given boxes
+ASK, ASK_GIVEN = 6, 2  # of a question about predicted or given boxes, with a phrase head
+REGIONS = 6  # of one photo
 EVALUATION = {"gt": 3, "detections": 3, "online": 8}  # of a batch; 1 (online 2) less for up to `CHUNK` RoIs
 LAUNCHES = 2150  # of the forward and backward pass of the BASE model in bf16; attention counts as its single operators
 TASKS = ("refcoco", "vqa", "gqa", "nlvr2", "flickr30k", "vcr", "pretraining")
@@ -32,6 +33,8 @@ def job(task: str, encoder: str, folder: Path) -> dict[str, Any]:
     ]
     if task == "vqa":
         words.append("train.optimizer=bert_adam")  # which counts updates itself
+    if task == "refcoco":
+        words.append("phrases={weight: 1.0, layer: 1}")
     chosen = ENCODERS[encoder]
     if chosen is not None:
         more = {"nlvr2": {"max_images": 2}, "vcr": {"named_regions": True}}.get(task, {}) if encoder == "lxmert" else {}
@@ -80,6 +83,7 @@ def test_waits_of_every_task(encoder: str, tmp_path: Path):
         if task == "refcoco":
             assert sum(found["ask"].values()) <= ASK, found
             assert sum(found["ask about boxes"].values()) <= ASK_GIVEN, found
+            assert sum(found["regions"].values()) <= REGIONS, found
         for name, lines in found["evaluations"].items():
             extra = {"pretraining": 7, "vcr": 1}.get(task, (task, encoder) == ("nlvr2", "lxmert"))
             assert sum(lines.values()) <= EVALUATION[name.split(", ")[1]] + extra, (task, name, lines)
