@@ -529,7 +529,7 @@ def make_detectors(file: Path) -> dict[str, nn.Module]:
         from detector.detectron2_backend import Detectron2Detector
     except ImportError:
         return {"builtin": builtin}
-    other = Detectron2Detector(Detectron2Detector.config_class.from_yaml(tree))
+    other = Detectron2Detector(config)
     other.load_state_dict(builtin.state_dict())
     return {"builtin": builtin, "detectron2": other}
 

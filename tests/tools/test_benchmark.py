@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,6 +76,18 @@ def test_detectors_are_compared(benchmark, monkeypatch):
     result = benchmark("detector", "--detector-config", str(TINY), *words)
     assert list(result["cases"]) == ["features of 2 boxes", "features of 3 boxes", "training step"]
     assert result["feature_difference"] > 1e-3
+
+
+def test_detectron2_is_built_with_the_same_weights(benchmark, monkeypatch):
+    """A stub stands for its backend where Detectron2 is not installed."""
+    if importlib.util.find_spec("detectron2") is None:
+        stub = types.ModuleType("detector.detectron2_backend")
+        stub.Detectron2Detector = type("Detectron2Detector", (tool.FasterRCNN,), {})
+        monkeypatch.setitem(sys.modules, stub.__name__, stub)
+    result = benchmark("detector", "--detector-config", str(TINY), "--image-size", "64", "96", "--boxes", "2")
+    assert list(result["cases"]) == ["features of 2 boxes", "training step"]
+    assert all(list(rows) == ["builtin", "detectron2"] for rows in result["cases"].values())
+    assert result["feature_difference"] < 1e-4
 
 
 def test_torchvision_has_the_same_features():
