@@ -20,10 +20,12 @@ import contextlib
 import functools
 import itertools
 import logging
+import mmap
 import tarfile
+import zlib
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import msgspec
 import numpy as np
@@ -54,7 +56,7 @@ from e2e_vl.data.tables import (
     TextLines,
     cached_array,
     hash_name,
-    read_range,
+    map_file,
 )
 from e2e_vl.data.vcr import read_detected_objects
 from e2e_vl.io import Count, Id, Name, Record, Side, is_listed
@@ -312,6 +314,66 @@ class VLBertCaptions(CaptionSource):
 SHARD_SUFFIXES = {**dict.fromkeys(("jpg", "jpeg", "png", "webp"), "image"), "txt": "caption"}
 
 
+class _ShardMember(NamedTuple):
+    """A file in a tar archive; the numbers are bytes."""
+
+    name: str
+    header: int  # offset of its header, or of another one that extends it
+    start: int  # offset of its contents
+    size: int
+
+
+_BLOCK = 512  # bytes of a header; contents are padded to multiples of it
+
+
+def _list_files(shard: Path, content: mmap.mmap | bytes) -> Iterator[_ShardMember]:
+    """Yield the files of a tar archive, whose bytes are `content`.
+
+    Headers of plain files are decoded here, because `tarfile` takes twenty times as long. It gets all the others: long
+    names, folders, links, damage, the end.
+    """
+    with reading(shard, tarfile.TarError), tarfile.open(shard, "r:") as archive:
+        first = archive.next()
+        position = 0
+        while True:
+            member = _decode_header(content[position : position + _BLOCK], position)
+            if member is not None:
+                yield member
+                position = member.start + -(-member.size // _BLOCK) * _BLOCK
+                continue
+            other = first
+            if position:
+                archive.offset = position
+                other = archive.next()
+            if other is None:
+                break
+            if other.isfile():
+                yield _ShardMember(other.name, other.offset, other.offset_data, other.size)
+            position = archive.offset
+    rest = content[position:]
+    if not rest or rest.strip(b"\0"):  # `tarfile` stops silently at a damaged header
+        raise UserError(f"{shard}: damaged or truncated at byte {position}; run img2dataset again")
+
+
+def _decode_header(header: bytes, position: int) -> _ShardMember | None:
+    """Decode the header of a plain file at `position` (POSIX ustar); None: it is another one, or damaged."""
+    if header[156:157] != tarfile.REGTYPE or len(header) < _BLOCK:
+        return None
+    stored_sum = header[148:156]  # of the header, with spaces in its own place
+    try:
+        size = int(header[124:136].rstrip(b"\0 "), 8)
+        expected = int(stored_sum.rstrip(b"\0 "), 8) - sum(b" " * 8) + sum(stored_sum)
+    except ValueError:  # more than 8 GiB, or damaged
+        return None
+    if zlib.adler32(header, 0) & 0xFFFF != expected % 65521:  # this half of Adler-32 is the sum of all bytes
+        return None
+    name, _, _ = header[:100].partition(b"\0")
+    prefix, _, _ = header[345:500].partition(b"\0")
+    if prefix:
+        name = prefix + b"/" + name
+    return _ShardMember(name.decode("utf-8", "surrogateescape"), position, position + _BLOCK, size)
+
+
 class ShardCaptions(CaptionSource):
     """One caption per image, from tar files, with random access through an index of record offsets.
 
@@ -339,28 +401,27 @@ class ShardCaptions(CaptionSource):
         skipped = SkippedRecords(self.shards[0].parent)
         for number, shard in enumerate(tqdm(self.shards, desc="indexing shards", unit=" shards", delay=1)):
             records: dict[str, dict[str, int]] = {}
-            with reading(shard, tarfile.TarError), tarfile.open(shard, "r:") as archive:
-                for member in archive:
-                    folder, _, name = member.name.rpartition("/")
-                    if not member.isfile() or not is_listed(name):
-                        continue
-                    if len(member_names) < 3:
-                        member_names.append(member.name)
-                    key, _, suffix = name.partition(".")
-                    record = records.setdefault(f"{folder}/{key}", {})
-                    kind = SHARD_SUFFIXES.get(suffix.lower())
-                    is_blank = kind == "caption" and not archive.extractfile(member).read().strip()
-                    if kind is None or is_blank or not member.size:
-                        continue
-                    if kind in record:
-                        raise UserError(
-                            f"{shard}: the record {folder}/{key} has two files for its {kind}, such as {member.name}; "
-                            "give each record a name of its own, as img2dataset does"
-                        )
-                    record[kind] = member.offset
-                rest = read_range(shard, archive.offset)
-            if not rest or rest.strip(b"\0"):  # `tarfile` stops silently at a damaged header
-                raise UserError(f"{shard}: damaged or truncated at byte {archive.offset}; run img2dataset again")
+            content = map_file(shard)
+            if hasattr(mmap, "MADV_RANDOM") and content:  # the images between the headers need not be read
+                content.madvise(mmap.MADV_RANDOM)
+            for member in _list_files(shard, content):
+                folder, _, name = member.name.rpartition("/")
+                if not is_listed(name):
+                    continue
+                if len(member_names) < 3:
+                    member_names.append(member.name)
+                key, _, suffix = name.partition(".")
+                record = records.setdefault(f"{folder}/{key}", {})
+                kind = SHARD_SUFFIXES.get(suffix.lower())
+                is_blank = kind == "caption" and not content[member.start : member.start + member.size].strip()
+                if kind is None or is_blank or not member.size:
+                    continue
+                if kind in record:
+                    raise UserError(
+                        f"{shard}: the record {folder}/{key} has two files for its {kind}, such as {member.name}; "
+                        "give each record a name of its own, as img2dataset does"
+                    )
+                record[kind] = member.header
             for name, record in records.items():
                 if len(record) == 2:
                     rows.append((number, record["image"], record["caption"], hash_name(name)))

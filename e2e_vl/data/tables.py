@@ -273,7 +273,7 @@ def stream_list(path: str | Path, type: Any = Any, key: str = "") -> Iterator[An
         type: the type that values are decoded to.
         key: that of the list if the file is an object.
     """
-    content = _mapped(path)
+    content = map_file(path)
     if key:
         entries = decode_json(content, str(path), dict[str, msgspec.Raw])
         if key not in entries:
@@ -285,11 +285,11 @@ def stream_list(path: str | Path, type: Any = Any, key: str = "") -> Iterator[An
 
 def stream_dict(path: str | Path, type: Any = Any) -> Iterator[tuple[str, Any]]:
     """Yield the keys and values of a JSON object in a file of any size; see `stream_list`."""
-    for key, value in decode_json(_mapped(path), str(path), dict[str, msgspec.Raw]).items():
+    for key, value in decode_json(map_file(path), str(path), dict[str, msgspec.Raw]).items():
         yield key, decode_json(value, f"{path}: entry {key}", type)
 
 
-def _mapped(path: str | Path) -> mmap.mmap | bytes:
+def map_file(path: str | Path) -> mmap.mmap | bytes:
     """Map a file to memory; an empty file, which cannot be mapped, becomes no bytes."""
     path = user_path(path)
     with reading(path), path.open("rb") as file:

@@ -367,6 +367,33 @@ def test_two_processes_with_two_workers_read_every_record_of_all_shards_once(tmp
     assert {row[:2] for row in rows} == {(0, 0), (0, 1), (1, 0), (1, 1)}, "all workers of both read"
 
 
+@pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_shards_of_every_kind_of_header(tmp_path, format):
+    """Long names, which take headers of their own, and folders and links, which are no records."""
+    keys = ["first", f"{'folder' * 20}/second", f"folder/{'third' * (30 if format != tarfile.USTAR_FORMAT else 15)}"]
+    path = tmp_path / "cc" / "00000.tar"
+    path.parent.mkdir()
+    with tarfile.open(path, "w", format=format) as tar:
+        for number, key in enumerate(keys):
+            special = tarfile.TarInfo(f"special{number}.jpg")
+            special.type = (tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE)[number]
+            special.linkname = "first.jpg"
+            tar.addfile(special)
+            for name, content in record(key, f"caption {number}", bytes([number + 1]) * 600):
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                member.mtime = 1.5  # a header of its own in PAX
+                tar.addfile(member, io.BytesIO(content))
+    with tarfile.open(path) as tar:
+        offsets = {member.name: member.offset for member in tar}
+    source = ShardCaptions(path.parent, tmp_path / "cache")
+    assert [source.name(number) for number in range(len(source.groups))] == keys
+    for number, key in enumerate(keys):
+        assert source.caption(number) == f"caption {number}"
+        assert source.image(number).content == bytes([number + 1]) * 600
+        assert next(iter(source.contents()))[number, 1:3].tolist() == [offsets[f"{key}.jpg"], offsets[f"{key}.txt"]]
+
+
 def test_shards_that_cannot_be_used(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         ShardCaptions(tmp_path / "nowhere", tmp_path)
@@ -374,7 +401,11 @@ def test_shards_that_cannot_be_used(tmp_path):
     whole = write(path, [*record("a", "caption", b"i" * 600), *record("b", "other")]).read_bytes()
     header = whole.index(b"b.json")
     damaged = whole[:header] + b"?" * 512 + whole[header + 512 :]
-    for content in (b"", b"not a tar file" * 100, *(whole[:size] for size in (700, 1024, 1300, 3072)), damaged):
+    other_size = bytearray(whole)
+    other_size[header + 134] ^= 1  # which the checksum shows
+    contents = [b"", b"not a tar file" * 100, damaged, bytes(other_size)]
+    contents += [whole[:size] for size in (700, 1024, 1300, 3072)]
+    for content in contents:
         path.write_bytes(content)
         with refused("00000.tar"):
             ShardCaptions(path.parent, tmp_path)
