@@ -164,5 +164,5 @@ def test_the_variants_of_the_demo_change_what_their_names_say(monkeypatch):
         ["data.blank_text: False -> True"],
         [f"detector.config: {tiny}.yaml -> {tiny}_fpn.yaml"],
     ]
-    phrases, geometry = "phrases.weight: 3.0 -> 0.0", "encoder.config.relative_geometry: True -> False"
+    phrases, geometry = "phrases.weight: 1.0 -> 0.0", "encoder.config.relative_geometry: True -> False"
     assert changes("ablation.yaml") == [[phrases], [geometry], [geometry, phrases]]
