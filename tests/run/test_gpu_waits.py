@@ -16,7 +16,7 @@ from tests.run.runs import NARROW_BASE, ROOT, TINY_DETECTOR
 
 PREDICTED, GIVEN = 8, 3  # of a training step with predicted boxes and detection losses, or with given boxes
 PRETRAINING = 9
-ASK, ASK_GIVEN = 6, 2  # of a question about predicted or given boxes, with a phrase head
+ASK, ASK_GIVEN = 6, 3  # of a question about predicted or given boxes, with a phrase head: its phrases are another copy
 REGIONS = 6  # of one photo
 EVALUATION = {"gt": 3, "detections": 3, "online": 8}  # of a batch; 1 (online 2) less for up to `CHUNK` RoIs
 LAUNCHES = 2150  # of the forward and backward pass of the BASE model in bf16; attention counts as its single operators
