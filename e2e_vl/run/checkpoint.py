@@ -27,11 +27,9 @@ from accelerate import Accelerator
 from msgspec.structs import replace
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
-from typing_extensions import override
 
 from detector.checkpoint import check_arrays, load_weights, read_class_names, read_tensors, save_settings, save_weights
 from detector.errors import MissingFileError, UserError
@@ -105,21 +103,6 @@ def _without_progress_bars() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-class _WithoutRandomValues(TorchDispatchMode):
-    """Draw no random values in place in this context: tensors keep what their memory holds, until they are loaded.
-
-    It holds for the calling thread, and for layers of other packages too. All other values are made as always.
-    """
-
-    @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Tensor | Any:
-        if func in (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default):
-            return args[0]
-        return func(*args, **(kwargs or {}))
-
-
 def load_model(
     folder: Path, *, overrides: list[str] | None = None
 ) -> tuple[RunConfig, VisionLanguageModel, PreTrainedTokenizerBase]:
@@ -149,8 +132,7 @@ def load_model(
     unloaded = replace(config, detector=replace(config.detector, weights=None))
     num_classes = read_detector_config(unloaded.detector).roi_heads.num_classes
     class_names = read_class_names(folder / "detector", num_classes)
-    with _WithoutRandomValues():  # the files have all parameters: a missing one is an error
-        model = build_model(unloaded, vocab_size=len(tokenizer), tokenizer=tokenizer, class_names=class_names)
+    model = build_model(unloaded, vocab_size=len(tokenizer), tokenizer=tokenizer, class_names=class_names)
     for name, module in _saved_modules(model).items():
         file = folder / name / "model.safetensors"
         load_weights(module, read_tensors(file), file)

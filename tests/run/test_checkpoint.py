@@ -79,17 +79,6 @@ def test_a_saved_model_is_the_model_in_memory(trained_run):
     assert one == other
 
 
-def test_loading_draws_no_random_values(trained_run):
-    """They would be overwritten, and take most of the time; what is not in the files is made as always."""
-    before = torch.get_rng_state()
-    _, model, _ = load_model(trained_run.path)
-    assert torch.equal(torch.get_rng_state(), before)
-    for (name, value), (_, trained) in zip(model.named_buffers(), trained_run.model.named_buffers(), strict=True):
-        assert torch.equal(value, trained), name
-    torch.nn.init.normal_(torch.zeros(3))
-    assert not torch.equal(torch.get_rng_state(), before)
-
-
 def test_paths_in_the_settings_of_a_model_are_not_read(vqa_run, tmp_path):
     """And nothing is written where they lead."""
     shutil.copytree(vqa_run / "model", tmp_path / "shared")
