@@ -45,7 +45,7 @@ class ResizeRule:
             it may be just below `long_edge`). The others scale both edges by one factor: "torchvision" truncates them,
             "opencv" (bottom-up attention, Detectron) rounds halves to even, and so does "r2c", which fits every image
             into a window `long_edge` wide and `short_edge` high.
-        library: whose filter computes the pixels: "pil", as in the official codes, or "torch", which is about three
+        library: whose filter computes the pixels: "pil", as in the official code, or "torch", which is about three
             times as fast and differs by at most one grey value.
     """
 

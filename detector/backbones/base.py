@@ -75,7 +75,7 @@ def blocks_of(module: nn.Module) -> list[Block]:
 
 
 def blocks_to_compile(detector: nn.Module, backbone: nn.Module) -> list[Block]:
-    """Return the blocks of a detector: those of its backbone, and of a res5 in its RoI heads.
+    """Return the blocks of a detector, in its backbone and in the res5 stage of its RoI heads.
 
     Raises:
         UserError: the backbone has none.
