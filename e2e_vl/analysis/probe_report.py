@@ -93,7 +93,7 @@ class ProbeResults:
         return merge_orders([list(dict.fromkeys(depths)) for depths in by_run.values()])
 
     def parts(self) -> dict[str, list[str]]:
-        """Return the depths of regions and those of words, each under the name of its chance level."""
+        """Return the probed depths of regions and of words, by the name of their chance level."""
         regions = []
         words = []
         for depth in self.depths():
