@@ -54,7 +54,7 @@ def with_item(session: Session, item: int, **more) -> Session:
 
 def shown_on_page(session: Session) -> dict[str, Any]:
     """What the page's components show."""
-    pytest.importorskip("gradio")
+    pytest.importorskip("gradio", reason='gradio is not installed; pip install "e2e-vl[explore]" lets this test run')
     from e2e_vl.explorer.web_page import values
 
     return values(session, "")
