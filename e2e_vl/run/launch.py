@@ -64,7 +64,7 @@ def make_accelerator(
             "This command runs on CUDA GPUs and CPUs only, so it uses the CPU and not this machine's %s.",
             torch.accelerator.current_accelerator(),
         )
-    if on_cpu and mixed_precision == "bf16" and CPU_INFO.is_file() and "bf16" not in CPU_INFO.read_text("utf-8"):
+    if on_cpu and mixed_precision == "bf16" and has_bf16_instructions() is False:
         logger.warning(
             "This CPU has no bf16 instructions, so bf16 is many times slower than float32 (20 instead of 152 GFLOP/s "
             "in convolutions, 0.9 instead of 99 in matrix products, on a CPU with AVX2); set train.mixed_precision=no."
@@ -90,6 +90,16 @@ def make_accelerator(
         kwargs_handlers=handlers,
         **options,
     )
+
+
+def has_bf16_instructions() -> bool | None:
+    """Return whether this machine's CPU computes in bf16; None: its operating system is not Linux.
+
+    The kernel names them avx512_bf16, amx_bf16 or bf16. PyTorch's own `torch.cpu.get_capabilities` is newer than 2.6.
+    """
+    if not CPU_INFO.is_file():
+        return None
+    return "bf16" in CPU_INFO.read_text("utf-8")
 
 
 def gather_to_main(accelerator: Accelerator, values: list[Value]) -> list[Value]:

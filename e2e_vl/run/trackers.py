@@ -16,6 +16,7 @@ from e2e_vl.data.batching import EncodedDataset
 from e2e_vl.drawing import draw_boxes
 from e2e_vl.predictions import Prediction, with_target
 from e2e_vl.run.build import InitialWeights, Run
+from e2e_vl.run.launch import has_bf16_instructions
 from e2e_vl.run.metric_names import COUNTS, Metrics, metrics_from_json
 from e2e_vl.tasks.base import Task
 
@@ -100,6 +101,7 @@ def describe_run(config: RunConfig, run: Run, accelerator: Accelerator, step: in
             evaluations.append(("evaluation", f"{split}: {size}, boxes: {', '.join(boxes)}"))
     lines = [
         ("device", f"{device}, {processes}, {PRECISIONS[settings.mixed_precision]}"),
+        *suggest_bf16(accelerator.device, settings.mixed_precision),
         ("training", f"{config.data.train_split}: {_describe_size(run.train_data)}, boxes: {config.data.boxes.train}"),
         *evaluations,
         ("steps", steps),
@@ -119,6 +121,14 @@ def describe_run(config: RunConfig, run: Run, accelerator: Accelerator, step: in
             frozen = ", frozen" if num_frozen == number else f", {num_frozen:,} of them frozen"
         lines.append((name, f"{number:,} parameters{frozen}, {describe_weights(module, loaded)}"))
     return "\n".join([config.output, *(f"  {name:<11s} {text}" for name, text in lines)])
+
+
+def suggest_bf16(device: torch.device, mixed_precision: str) -> list[tuple[str, str]]:
+    """Return the line of a run in float32 on a CPU that is faster in bf16; none for other runs."""
+    if device.type != "cpu" or mixed_precision != "no" or not has_bf16_instructions():
+        return []
+    advice = "with train.mixed_precision=bf16, models of BASE size train about 1.8 times as fast"
+    return [("precision", f"this CPU has bf16 instructions: {advice}")]
 
 
 def describe_schedule_part(start: float, end: float) -> list[tuple[str, str]]:

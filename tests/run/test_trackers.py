@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from e2e_vl.io import read_log
+from e2e_vl.run import launch
 from e2e_vl.run.metric_names import metrics_from_json
-from e2e_vl.run.trackers import PICTURES, describe_schedule_part, format_results
+from e2e_vl.run.trackers import PICTURES, describe_schedule_part, format_results, suggest_bf16
 
 BOXES = ("gt", "detections", "online")
 
@@ -63,3 +65,25 @@ def test_the_table_has_a_row_per_family_and_a_column_per_source_of_boxes():
 def test_the_summary_names_the_part_of_a_schedule(part, sentence):
     lines = describe_schedule_part(*part)
     assert len(lines) == (sentence is not None) and all(sentence in text for _, text in lines)
+
+
+@pytest.mark.parametrize(
+    ("flags", "device", "precision", "is_suggested"),
+    [
+        ("avx512f avx512_bf16", "cpu", "no", True),
+        ("asimd bf16", "cpu", "no", True),
+        ("avx2", "cpu", "no", False),
+        (None, "cpu", "no", False),
+        ("avx512f avx512_bf16", "cpu", "bf16", False),
+        ("avx512f avx512_bf16", "cuda", "no", False),
+    ],
+)
+def test_the_summary_suggests_bf16_where_the_cpu_has_its_instructions(
+    flags, device, precision, is_suggested, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(launch, "CPU_INFO", tmp_path / "cpuinfo")
+    if flags is not None:
+        launch.CPU_INFO.write_text(f"flags\t: {flags}\n")
+    lines = suggest_bf16(torch.device(device), precision)
+    assert bool(lines) == is_suggested
+    assert all("train.mixed_precision=bf16" in text for _, text in lines)
