@@ -14,16 +14,17 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 from msgspec import Meta
 from typing_extensions import override
 
 from detector.errors import UserError
-from detector.io import read_json
+from detector.io import decode_json
 from detector.logs import OnceFilter
 from e2e_vl.data.base import (
     DataFiles,
@@ -36,7 +37,7 @@ from e2e_vl.data.base import (
 )
 from e2e_vl.data.coco import CocoInstances, encoded_objects, open_instances
 from e2e_vl.data.config import VQADatasetConfig
-from e2e_vl.data.tables import SkippedRecords, drop_repeats, stream_list
+from e2e_vl.data.tables import SerializedList, SkippedRecords, drop_repeats, map_file, stream_list
 from e2e_vl.io import Id, Record, Words
 from e2e_vl.samples import HumanAnswers, SampleImage
 
@@ -52,8 +53,9 @@ class _Question(Record):
     question: Words
 
 
-class _QuestionsFile(Record):
-    questions: Annotated[list[_Question], Meta(min_length=1)]
+class _Header(Record):
+    """What a file has beside its questions."""
+
     data_subtype: str | None = None
 
 
@@ -104,28 +106,38 @@ class VQAQuestion(TextRecord, array_like=True):
         return ids | {"answer_type": self.answer_type, "question_type": self.question_type}
 
 
-def read_questions(questions: Path, annotations: Path | None = None, split: str = "") -> list[VQAQuestion]:
-    """Read the questions of a file in file order, joined with the annotations on `question_id`.
+def read_image_set(questions: Path, split: str = "") -> str:
+    """Return COCO's image set of a file of questions, or of its split; for other images, the split."""
+    header = decode_json(map_file(questions), str(questions), _Header)
+    return coco_image_set(header.data_subtype) or coco_image_set(split) or split
+
+
+def read_questions(questions: Path, annotations: Path | None = None, split: str = "") -> Iterator[VQAQuestion]:
+    """Yield the questions of a file in file order, joined with the annotations on `question_id`.
 
     Args:
         annotations: None for a split without answers (test).
         split: gives the image set if the question file does not, such as "test2015".
     """
-    content = read_json(questions, _QuestionsFile)
     skipped = SkippedRecords(questions)
-    image_set = coco_image_set(content.data_subtype) or coco_image_set(split) or split
-    answered: dict[str, _Annotation] = {}  # by question; 12 and "12" are the same id
+    yield from drop_repeats(_join_answers(questions, annotations, split), skipped, "questions")
+    skipped.log()
+
+
+def _join_answers(questions: Path, annotations: Path | None, split: str) -> Iterator[VQAQuestion]:
+    """Yield the questions of a file with their answers, which are serialised until their question comes."""
+    image_set = read_image_set(questions, split)
+    answered: dict[str, bytes] = {}  # by question; 12 and "12" are the same id
     if annotations is not None:
-        for row in stream_list(annotations, _Annotation, "annotations"):
-            if answered.setdefault(str(row.question_id), row) != row:
-                raise UserError(
-                    f"{annotations} has two different annotations for question {row.question_id}; remove one of them"
-                )
-    all_questions: list[VQAQuestion] = []
-    for row in content.questions:
+        answered = _encode_annotations(annotations)
+    decoder = msgspec.msgpack.Decoder(_Annotation)
+    number = 0
+    for row in stream_list(questions, _Question, "questions"):
+        number += 1
         question = VQAQuestion(row.question_id, row.image_id, image_set, row.question)
         if annotations is not None:
-            answer = answered.get(str(row.question_id))
+            encoded = answered.get(str(row.question_id))
+            answer = None if encoded is None else decoder.decode(encoded)
             if answer is None or str(answer.image_id) != str(row.image_id):
                 raise UserError(
                     f"{annotations} has no annotation for question {row.question_id} about image {row.image_id} of "
@@ -137,10 +149,21 @@ def read_questions(questions: Path, annotations: Path | None = None, split: str 
                 question.most_frequent = Counter(question.answers).most_common(1)[0][0]
             question.answer_type = answer.answer_type
             question.question_type = answer.question_type
-        all_questions.append(question)
-    distinct = list(drop_repeats(all_questions, skipped, "questions"))
-    skipped.log()
-    return distinct
+        yield question
+    if not number:
+        raise UserError(f"{questions} has no questions; use another file")
+
+
+def _encode_annotations(path: Path) -> dict[str, bytes]:
+    """Return the annotation of each question in MessagePack: as objects, they would take ten times the memory."""
+    encoder = msgspec.msgpack.Encoder()
+    answered: dict[str, bytes] = {}
+    for row in stream_list(path, _Annotation, "annotations"):
+        row.answers = list(row.texts)
+        encoded = encoder.encode(row)
+        if answered.setdefault(str(row.question_id), encoded) != encoded:
+            raise UserError(f"{path} has two different annotations for question {row.question_id}; remove one of them")
+    return answered
 
 
 class VQADataset(RecordDataset):
@@ -157,20 +180,24 @@ class VQADataset(RecordDataset):
         self.split_values: list[dict[str, str]] = []
         self.folders: list[Path] = []
         self.instances: list[CocoInstances] = []
-        questions: list[VQAQuestion] = []
         splits: list[JoinedSplit] = []
-        for name in split_names(split):
-            split_questions = _read_split(files, name, annotated=needs.training)
-            _complete_answers(split_questions, files, name, repeat=options.repeat_answers)
-            values = {"split": name, "images": split_questions[0].image_set}
-            folder = files.path("images", **values)
-            image_names = options.file(folder, "ID", images=values["images"])
-            boxes = self.files_by_image_id(files, needs, values)
-            splits.append(JoinedSplit(name, boxes, image_names, len(split_questions)))
-            self.split_values.append(values)
-            self.folders.append(folder)
-            questions += split_questions
-        self.set_texts(questions, f"the splits {split}: question", splits)
+
+        def questions() -> Iterator[VQAQuestion]:
+            for name in split_names(split):
+                number = 0
+                split_questions = _read_split(files, name, annotated=needs.training)
+                for question in _complete_answers(split_questions, files, name, repeat=options.repeat_answers):
+                    number += 1
+                    yield question
+                values = {"split": name, "images": read_image_set(files.path("questions", split=name), name)}
+                folder = files.path("images", **values)
+                image_names = options.file(folder, "ID", images=values["images"])
+                boxes = self.files_by_image_id(files, needs, values)
+                splits.append(JoinedSplit(name, boxes, image_names, number))
+                self.split_values.append(values)
+                self.folders.append(folder)
+
+        self.set_texts(SerializedList(questions(), VQAQuestion), f"the splits {split}: question", splits)
         if needs.annotations and "instances" in files:
             self.instances = open_instances(files, self.split_values, self.image_keys())
             self.class_names = self.instances[0].class_names
@@ -205,7 +232,7 @@ class VQADataset(RecordDataset):
         return self.instances[split_index].sample_image(name, file)
 
 
-def _read_split(files: DataFiles, name: str, *, annotated: bool) -> list[VQAQuestion]:
+def _read_split(files: DataFiles, name: str, *, annotated: bool) -> Iterator[VQAQuestion]:
     """Read the questions of one split, with answers if they exist or are needed."""
     annotations = None
     if annotated or "annotations" in files:
@@ -215,28 +242,35 @@ def _read_split(files: DataFiles, name: str, *, annotated: bool) -> list[VQAQues
     return read_questions(files.path("questions", split=name), annotations, name)
 
 
-def _complete_answers(questions: Sequence[VQAQuestion], files: DataFiles, split: str, *, repeat: bool) -> None:
+def _complete_answers(
+    questions: Iterable[VQAQuestion], files: DataFiles, split: str, *, repeat: bool
+) -> Iterator[VQAQuestion]:
     """Repeat the answers of questions with fewer than ten, or warn of them: the official accuracy needs ten answers.
 
     An answer's score is the mean of min(1, matches / 3) over the *other* people's answers, so a single one scores 0.
     """
-    incomplete = [question for question in questions if question.answers and len(question.answers) < NUM_ANSWERS]
-    if not incomplete:
+    number = 0
+    num_incomplete = 0
+    fewest: VQAQuestion | None = None  # the first of those with the fewest answers
+    for question in questions:
+        number += 1
+        if question.answers and len(question.answers) < NUM_ANSWERS:
+            num_incomplete += 1
+            if fewest is None or len(question.answers) < len(fewest.answers):
+                fewest = question
+            if repeat:
+                question.answers = tuple(itertools.islice(itertools.cycle(question.answers), NUM_ANSWERS))
+        yield question
+    if fewest is None or repeat:
         return
-    if repeat:
-        for question in incomplete:
-            question.answers = tuple(itertools.islice(itertools.cycle(question.answers), NUM_ANSWERS))
-        return
-    annotations = files.path("annotations", split=split)
-    fewest = min(incomplete, key=lambda question: len(question.answers))
     logger.warning(
         "%s: %d of %d questions have fewer than ten answers, such as question %s with %d. In the official accuracy and "
         "in training, a single answer scores 0, two equal ones score 0.33, and three 0.67; set "
         "data.config.repeat_answers=true to repeat answers until there are ten.",
-        annotations,
-        len(incomplete),
-        len(questions),
+        files.path("annotations", split=split),
+        num_incomplete,
+        number,
         fewest.id,
         len(fewest.answers),
-        extra={"once": str(annotations)},
+        extra={"once": str(files.path("annotations", split=split))},
     )

@@ -166,7 +166,7 @@ def test_a_repeated_question_is_skipped(settings, tiny, caplog):
     ("kind", "change", "part"),
     [
         ("questions", lambda rows: rows[0].pop("image_id"), "image_id"),
-        ("questions", lambda rows: rows[0].update(question=" "), "questions[0].question"),
+        ("questions", lambda rows: rows[0].update(question=" "), "entry 0"),
         ("questions", lambda rows: rows[0].update(question_id=7002), "7002"),
         ("questions", lambda rows: rows[0].update(question_id=9), "question 9"),
         ("questions", lambda rows: rows.clear(), "questions"),
