@@ -2,7 +2,8 @@
 
 step_00001000/
   model/          config.yaml, detector/, encoder/, task/, phrases/ (optional), tokenizer/; see `load_model`
-  state/          weights, optimiser and RNG states of every process (Accelerate); with train.ema_decay the average too
+  state/          optimiser and RNG states of every process (Accelerate); with train.ema_decay, where model/ has the
+                  averaged weights, the raw ones and the state of the average too
   step.json       position in the run
   checksums.json  of all these files; damaged checkpoints are skipped on resume
 
@@ -48,6 +49,8 @@ from e2e_vl.text import load_tokenizer
 logger = logging.getLogger(__name__)
 
 AVERAGE_FILE = "state/average.safetensors"  # of a `WeightAverage`
+# weights that model/ has averaged; in checkpoints of before, also those that are not averaged
+RAW_WEIGHTS_FILE = "state/model.safetensors"
 START_SETTINGS = (  # settings that a trained model does not use
     "detector.config",
     "detector.weights",
@@ -133,9 +136,7 @@ def load_model(
     num_classes = read_detector_config(unloaded.detector).roi_heads.num_classes
     class_names = read_class_names(folder / "detector", num_classes)
     model = build_model(unloaded, vocab_size=len(tokenizer), tokenizer=tokenizer, class_names=class_names)
-    for name, module in _saved_modules(model).items():
-        file = folder / name / "model.safetensors"
-        load_weights(module, read_tensors(file), file)
+    _load_saved_weights(model, folder)
     return config, model.eval(), tokenizer
 
 
@@ -179,6 +180,13 @@ def _saved_modules(model: VisionLanguageModel) -> dict[str, nn.Module]:
     return modules
 
 
+def _load_saved_weights(model: VisionLanguageModel, folder: Path) -> None:
+    """Load the weights that `save_model` wrote; raise a UserError if they do not match the model."""
+    for name, module in _saved_modules(model).items():
+        file = folder / name / "model.safetensors"
+        load_weights(module, read_tensors(file), file)
+
+
 def load_saved_config(run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read the settings that a run or a saved model was trained with."""
     return load_config(find_model_folder(run_dir) / "config.yaml", overrides)
@@ -217,7 +225,7 @@ def save_state(
     Checkpoints of later steps (skipped as damaged on resume) are removed too.
 
     Args:
-        average: of the weights of the model, for `model/`; `state/` has the raw weights.
+        average: of the weights of the model, for `model/`; with `train.ema_decay`, `state/` has the raw weights.
         position: `step` and other JSON values; `load_state` returns them.
     """
     bad = [name for name, value in model.named_parameters() if not value.isfinite().all()]
@@ -228,6 +236,9 @@ def save_state(
         )
     with contextlib.ExitStack() as writing:
         part = on_main(accelerator, lambda: writing.enter_context(atomic_folder(folder)))
+        if average.decay is None:
+            hook = accelerator.register_save_state_pre_hook(lambda models, weights, _: weights.clear())
+            writing.callback(hook.remove)
         with translate_full_disk(part):
             accelerator.save_state(str(part / "state"))
         accelerator.wait_for_everyone()
@@ -248,7 +259,9 @@ def save_state(
     accelerator.wait_for_everyone()
 
 
-def load_state(accelerator: Accelerator, optimizer: torch.optim.Optimizer, folder: Path) -> dict[str, Any]:
+def load_state(
+    accelerator: Accelerator, model: VisionLanguageModel, optimizer: torch.optim.Optimizer, folder: Path
+) -> dict[str, Any]:
     """Restore the state of a checkpoint; returns its position.
 
     The optimiser keeps the options (learning rates, decay, ...) of the current settings.
@@ -259,7 +272,12 @@ def load_state(accelerator: Accelerator, optimizer: torch.optim.Optimizer, folde
     for path in sorted((folder / "state").iterdir()):
         if path.suffix in (".bin", ".pkl"):
             check_arrays(path)
-    accelerator.load_state(str(folder / "state"))
+    with contextlib.ExitStack() as loading:
+        if not (folder / RAW_WEIGHTS_FILE).is_file():
+            _load_saved_weights(model, folder / "model")
+            hook = accelerator.register_load_state_pre_hook(lambda models, _: models.clear())
+            loading.callback(hook.remove)
+        accelerator.load_state(str(folder / "state"))
     for group, current in zip(optimizer.param_groups, options, strict=True):
         group.update(current)
         for parameter in group["params"]:

@@ -208,7 +208,7 @@ class Trainer:
         self.loss_sums: dict[str, tuple[float, int]] = {}
         self.saved_step = 0  # of the newest checkpoint
         if checkpoint is not None:
-            self._restore(checkpoints.load_state(accelerator, optimizer, checkpoint))
+            self._restore(checkpoints.load_state(accelerator, run.model, optimizer, checkpoint))
         self.average = WeightAverage(run.model, settings.ema_decay)
         if checkpoint is not None:
             checkpoints.load_average(self.average, checkpoint)

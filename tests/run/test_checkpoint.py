@@ -22,6 +22,7 @@ import msgspec
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from detector import io as atomic_writes
 from detector.errors import StoppedRunError, UserError
@@ -243,7 +244,8 @@ def test_counts_of_updates_move_to_the_device_of_a_fused_optimiser(tmp_path):
     parameter = torch.zeros(2, device="meta", requires_grad=True)
     optimizer = torch.optim.AdamW([parameter], fused=True)
     optimizer.state[parameter] = {"step": torch.tensor(3.0)}
-    checkpoint.load_state(SimpleNamespace(load_state=lambda folder: None), optimizer, tmp_path)
+    (tmp_path / checkpoint.RAW_WEIGHTS_FILE).touch()
+    checkpoint.load_state(SimpleNamespace(load_state=lambda folder: None), None, optimizer, tmp_path)
     assert optimizer.state[parameter]["step"].device == parameter.device
 
 
@@ -341,6 +343,30 @@ def test_which_folders_a_run_may_use(tiny_config):
     assert train(config, resume=True)["steps"] == 1, "a run without a checkpoint begins again"
     with pytest.raises(ValueError, match="contains a run or other files"):
         train(config)
+
+
+def test_a_checkpoint_has_the_weights_once(uninterrupted):
+    """Twice the weights are AdamW's moments; the rest is the tokenizer, settings and headers of files."""
+    folder = uninterrupted / "checkpoints" / "step_00000008"
+    weights = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    everything = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    assert weights < everything < 3.2 * weights
+    assert not (folder / checkpoint.RAW_WEIGHTS_FILE).exists()
+
+
+def test_a_checkpoint_of_before_is_resumed(uninterrupted, stopped):
+    """It has all weights in the state too, under the names that Accelerate gave them; those are the ones to read."""
+    folder = Path(stopped.output) / "checkpoints" / "step_00000004"
+    raw_weights = {}
+    for part in ("detector", "encoder", "task"):
+        path = folder / "model" / part / "model.safetensors"
+        weights = load_file(path)
+        save_file({name: torch.zeros_like(value) for name, value in weights.items()}, path)
+        raw_weights |= {f"model.{part}.{name}": value for name, value in weights.items()}
+    save_file(raw_weights, folder / checkpoint.RAW_WEIGHTS_FILE)
+    sign(folder)
+    train(stopped, resume=True)
+    assert_same_run(uninterrupted, stopped.output)
 
 
 def test_other_settings_are_used_and_logged(stopped, caplog):

@@ -18,7 +18,7 @@ from detector.io import read_json
 from e2e_vl.config_files import load_config
 from e2e_vl.io import CHECKSUMS
 from e2e_vl.run import train as training
-from e2e_vl.run.checkpoint import AVERAGE_FILE
+from e2e_vl.run.checkpoint import AVERAGE_FILE, RAW_WEIGHTS_FILE
 from e2e_vl.run.ema import WeightAverage
 from e2e_vl.run.evaluate import evaluate_run
 from e2e_vl.run.train import train
@@ -51,7 +51,11 @@ def weights_of(model: Path) -> dict[str, torch.Tensor]:
 
 
 def raw_weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    weights = load_file(checkpoint / "state" / "model.safetensors")
+    """The weights that are trained: in a file of their own if the model's are averaged."""
+    path = checkpoint / RAW_WEIGHTS_FILE
+    if not path.exists():
+        return weights_of(checkpoint / "model")
+    weights = load_file(path)
     return {name.removeprefix("model."): value for name, value in weights.items()}
 
 
@@ -146,8 +150,8 @@ def test_training_does_not_use_the_average(runs):
     for step in range(1, 6):
         averaged, plain = (checkpoint_of(runs[name], step) for name in ("averaged", "plain"))
         assert changed_names(raw_weights_of(averaged), raw_weights_of(plain)) == set()
-        assert changed_names(raw_weights_of(plain), weights_of(plain / "model")) == set()
-        assert not (plain / AVERAGE_FILE).exists()
+        assert (averaged / RAW_WEIGHTS_FILE).exists()
+        assert not (plain / RAW_WEIGHTS_FILE).exists() and not (plain / AVERAGE_FILE).exists()
 
 
 def test_the_average_of_a_run_by_hand(runs):
