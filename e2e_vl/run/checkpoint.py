@@ -3,7 +3,7 @@
 step_00001000/
   model/          config.yaml, detector/, encoder/, task/, phrases/ (optional), tokenizer/; see `load_model`
   state/          optimiser and RNG states of every process (Accelerate); with train.ema_decay, where model/ has the
-                  averaged weights, the raw ones and the state of the average too
+                  averaged weights, the raw ones too
   step.json       position in the run
   checksums.json  of all these files; damaged checkpoints are skipped on resume
 
@@ -48,9 +48,8 @@ from e2e_vl.text import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-AVERAGE_FILE = "state/average.safetensors"  # of a `WeightAverage`
-# weights that model/ has averaged; in checkpoints of before, also those that are not averaged
-RAW_WEIGHTS_FILE = "state/model.safetensors"
+RAW_WEIGHTS_FILE = "state/model.safetensors"  # where model/ has their average, and in checkpoints of before
+AVERAGE_FILE = "state/average.safetensors"  # in checkpoints of before
 START_SETTINGS = (  # settings that a trained model does not use
     "detector.config",
     "detector.weights",
@@ -243,12 +242,10 @@ def save_state(
             accelerator.save_state(str(part / "state"))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            if average.decay is not None:
-                with translate_full_disk(part):
-                    save_weights(average.state_dict(), part / AVERAGE_FILE)
             with average.applied():
                 save_model(part / "model", config, model, tokenizer)
-            write_json(part / POSITION_FILE, {**position, "processes": accelerator.num_processes})
+            counts = {"averaged_updates": average.updates, "processes": accelerator.num_processes}
+            write_json(part / POSITION_FILE, {**position, **counts})
             write_checksums(part)
     if accelerator.is_main_process:
         checkpoints = list_checkpoints(folder.parent.parent)
@@ -287,11 +284,17 @@ def load_state(
     return read_json(folder / POSITION_FILE)
 
 
-def load_average(average: WeightAverage, folder: Path) -> None:
+def load_average(average: WeightAverage, model: VisionLanguageModel, folder: Path) -> None:
     """Restore the average of the weights; in a checkpoint without one it begins with the weights of that step."""
+    if average.decay is None:
+        return
     path = folder / AVERAGE_FILE
-    if average.decay is not None and path.is_file():
+    if path.is_file():
         average.load_state_dict(load_file(path))
+        return
+    with average.applied():
+        _load_saved_weights(model, folder / "model")
+    average.updates = read_json(folder / POSITION_FILE).get("averaged_updates", 0)
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:

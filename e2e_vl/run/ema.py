@@ -26,8 +26,6 @@ class WeightAverage:
         updates: updates of the weights so far.
     """
 
-    UPDATES = "updates"  # key of the state dict; names in the model have a dot
-
     def __init__(self, model: nn.Module, decay: float | None) -> None:
         """Begin with the current weights of a model.
 
@@ -69,11 +67,8 @@ class WeightAverage:
             weight.copy_(average)
             average.copy_(value)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the averages and the number of updates."""
-        return {**self.averages, self.UPDATES: torch.tensor(self.updates)}
-
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.updates = int(state[self.UPDATES])
+        """Restore the averages and, under "updates", their number; checkpoints of before have them in a file."""
+        self.updates = int(state["updates"])
         for name, average in self.averages.items():
             average.copy_(state[name])

@@ -211,7 +211,7 @@ class Trainer:
             self._restore(checkpoints.load_state(accelerator, run.model, optimizer, checkpoint))
         self.average = WeightAverage(run.model, settings.ema_decay)
         if checkpoint is not None:
-            checkpoints.load_average(self.average, checkpoint)
+            checkpoints.load_average(self.average, run.model, checkpoint)
         self.total_steps = settings.max_steps or math.ceil(settings.epochs * self.steps_per_epoch)
         updates = self.step - self.skipped_steps
         self.schedule = build_schedule(optimizer, settings, self.total_steps, steps_done=updates)

@@ -5,20 +5,21 @@ For two processes see test_launch.py.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from detector.errors import UserError
 from detector.io import read_json
 from e2e_vl.config_files import load_config
-from e2e_vl.io import CHECKSUMS
+from e2e_vl.io import CHECKSUMS, POSITION_FILE
 from e2e_vl.run import train as training
-from e2e_vl.run.checkpoint import AVERAGE_FILE, RAW_WEIGHTS_FILE
+from e2e_vl.run.checkpoint import AVERAGE_FILE, RAW_WEIGHTS_FILE, load_average, load_model
 from e2e_vl.run.ema import WeightAverage
 from e2e_vl.run.evaluate import evaluate_run
 from e2e_vl.run.train import train
@@ -57,6 +58,16 @@ def raw_weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
         return weights_of(checkpoint / "model")
     weights = load_file(path)
     return {name.removeprefix("model."): value for name, value in weights.items()}
+
+
+def average_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The weights in the model of a checkpoint that differ from the raw ones."""
+    average = weights_of(checkpoint / "model")
+    return {name: average[name] for name in changed_names(average, raw_weights_of(checkpoint))}
+
+
+def updates_of(checkpoint: Path) -> int:
+    return read_json(checkpoint / POSITION_FILE)["averaged_updates"]
 
 
 def checkpoint_of(run: Path, step: int) -> Path:
@@ -151,34 +162,31 @@ def test_training_does_not_use_the_average(runs):
         averaged, plain = (checkpoint_of(runs[name], step) for name in ("averaged", "plain"))
         assert changed_names(raw_weights_of(averaged), raw_weights_of(plain)) == set()
         assert (averaged / RAW_WEIGHTS_FILE).exists()
-        assert not (plain / RAW_WEIGHTS_FILE).exists() and not (plain / AVERAGE_FILE).exists()
+        assert not (plain / RAW_WEIGHTS_FILE).exists() and updates_of(plain) == 0
 
 
 def test_the_average_of_a_run_by_hand(runs):
     checkpoints = [checkpoint_of(runs["averaged"], step) for step in (2, 3, 4, 5)]
-    expected, *averages = (load_file(checkpoint / AVERAGE_FILE) for checkpoint in checkpoints)
+    expected, *averages = (weights_of(checkpoint / "model") for checkpoint in checkpoints)
     for checkpoint, average, decay in zip(checkpoints[1:], averages, (3 / 12, 4 / 13, 5 / 14), strict=True):
         weights = raw_weights_of(checkpoint)
-        for name, value in average.items():
-            if name != "updates":
-                expected[name] = decay * expected[name] + (1 - decay) * weights[name]
-                torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=name)
-    assert [int(average["updates"]) for average in averages] == [3, 4, 5]
+        for name in average_of(checkpoint):
+            expected[name] = decay * expected[name] + (1 - decay) * weights[name]
+            torch.testing.assert_close(average[name], expected[name], rtol=1e-5, atol=1e-6, msg=name)
+    assert [updates_of(checkpoint) for checkpoint in checkpoints] == [2, 3, 4, 5]
 
 
 def test_models_have_the_average(runs):
     """Of trained parameters; what is frozen and batch statistics are as they were."""
     checkpoint = checkpoint_of(runs["averaged"], 5)
-    average = load_file(checkpoint / AVERAGE_FILE)
     weights = weights_of(runs["averaged"] / "model")
-    changed = changed_names(weights, raw_weights_of(checkpoint))
-    assert changed and changed <= set(average)
-    assert all(torch.equal(weights[name], average[name]) for name in set(average) - {"updates"})
+    changed = average_of(checkpoint)
+    assert changed and not [name for name in changed if "running_" in name or name.startswith("detector.rpn.")]
     assert changed_names(weights, weights_of(checkpoint / "model")) == set()
     best = read_json(runs["averaged"] / "best" / "best.json")["step"]
     best_model = checkpoint_of(runs["averaged"], best) / "model"
     assert changed_names(weights_of(runs["averaged"] / "best"), weights_of(best_model)) == set()
-    assert AVERAGE_FILE in read_json(checkpoint / CHECKSUMS)
+    assert RAW_WEIGHTS_FILE in read_json(checkpoint / CHECKSUMS)
 
 
 def test_evaluations_use_the_average(runs, tmp_path):
@@ -190,13 +198,29 @@ def test_evaluations_use_the_average(runs, tmp_path):
 
 def test_a_resumed_run_is_the_same_bit_for_bit(runs):
     assert_same_run(runs["averaged"], runs["resumed"])
-    averages = [load_file(checkpoint_of(runs[name], 5) / AVERAGE_FILE) for name in ("averaged", "resumed")]
-    assert changed_names(*averages) == set()
+    checkpoints = [checkpoint_of(runs[name], 5) for name in ("averaged", "resumed")]
+    assert changed_names(*(raw_weights_of(checkpoint) for checkpoint in checkpoints)) == set()
+    assert changed_names(*(weights_of(checkpoint / "model") for checkpoint in checkpoints)) == set()
+    assert [updates_of(checkpoint) for checkpoint in checkpoints] == [5, 5]
+
+
+def test_an_average_in_a_file_of_before_is_resumed(runs, tmp_path):
+    """Of checkpoints that had it there, and in model/ too."""
+    checkpoint = tmp_path / "step_00000005"
+    shutil.copytree(checkpoint_of(runs["averaged"], 5), checkpoint)
+    _, model, _ = load_model(checkpoint)
+    average = WeightAverage(model, 0.9)
+    state = {name: torch.full_like(value, 0.5) for name, value in average.averages.items()}
+    save_file({**state, "updates": torch.tensor(7)}, checkpoint / AVERAGE_FILE)
+    load_average(average, model, checkpoint)
+    assert average.updates == 7
+    assert changed_names(average.averages, state) == set()
 
 
 def test_in_a_checkpoint_without_it_the_average_begins_with_the_weights(runs):
-    average = load_file(checkpoint_of(runs["begun_late"], 5) / AVERAGE_FILE)
-    assert average.pop("updates") == 1
+    checkpoint = checkpoint_of(runs["begun_late"], 5)
+    average = average_of(checkpoint)
+    assert average and updates_of(checkpoint) == 1
     first, second = (raw_weights_of(checkpoint_of(runs["plain"], step)) for step in (4, 5))
     for name, value in average.items():
         torch.testing.assert_close(value, 0.1 * first[name] + 0.9 * second[name], rtol=1e-5, atol=1e-6, msg=name)
@@ -207,4 +231,4 @@ def test_steps_that_fp16_skips_are_not_averaged(tiny_config, monkeypatch):
     settings = "train={max_steps: 3, trackers: [], ema_decay: 0.9}"
     config = tiny_config("data.boxes.train=gt", "detector.loss_weight=0", "eval.boxes=[]", settings)
     train(config)
-    assert load_file(Path(config.output) / "checkpoints/step_00000003" / AVERAGE_FILE)["updates"] == 2
+    assert updates_of(checkpoint_of(Path(config.output), 3)) == 2
