@@ -189,7 +189,9 @@ class Chain:
         command = self.steps[name].command
         words = [self._fill(word, name) for word in shlex.split(command)]
         if words[0] == "train":
-            words += [f"data.root={self.data}", f"output={self.path_of(name)}"]
+            if " data.root=" not in command:
+                words.append(f"data.root={self.data}")
+            words.append(f"output={self.path_of(name)}")
             if self.seed is not None and " seed=" not in command:
                 words.append(f"seed={self.seed}")
             words += self.settings

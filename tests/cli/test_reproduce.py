@@ -125,6 +125,14 @@ def test_what_the_shortest_chain_lacks_is_named(tmp_path, monkeypatch, capsys):
     assert "DATA/pretrained/vl-bert-base-e2e.model" in error and "conceptual" not in error
 
 
+def test_a_training_reads_the_folder_that_its_step_names(tmp_path):
+    chain = chain_of("vl_bert_drawn", "4", "full", tmp_path)
+    roots = {}
+    for step in ("detector", "pretrain_full"):
+        roots[step] = [word for word in chain.command(step) if word.startswith("data.root=")]
+    assert roots == {"detector": [f"data.root={tmp_path}_detector"], "pretrain_full": [f"data.root={tmp_path}"]}
+
+
 def test_an_output_is_of_one_command(tmp_path):
     commands: dict[tuple[str, Path], list[str]] = {}
     for paper, table, row in ROWS:
