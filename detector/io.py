@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 import yaml
 
-from detector.errors import UserError, first_line, reading
+from detector.errors import UserError, first_line, reading, user_path
 from detector.file_kinds import KIND_BYTES, name_kind
 
 T = TypeVar("T")
@@ -309,6 +309,15 @@ def read_pickle(path: str | Path, encoding: str = "latin1") -> Any:
 def _read_bytes(path: str | Path) -> bytes:
     with reading(path):
         return Path(path).read_bytes()
+
+
+def map_file(path: str | Path) -> mmap.mmap | bytes:
+    """Map a file to memory; an empty file, which cannot be mapped, becomes no bytes."""
+    path = user_path(path)
+    with reading(path), path.open("rb") as file:
+        if path.stat().st_size == 0:
+            return b""
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -10,7 +10,7 @@ import bisect
 import dataclasses
 import itertools
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from detector.errors import UserError, user_path
 from e2e_vl.config import BoxSource, DataConfig
+from e2e_vl.data.table_files import tabulate
 from e2e_vl.data.tables import SerializedList, TextGroups
 from e2e_vl.io import Record, require_unique
 from e2e_vl.registry import check_name
@@ -249,12 +250,62 @@ class RecordDataset(VLDataset):
             records = SerializedList(records, type(records[0]))
         self.texts = records
         splits = splits or [JoinedSplit("", num_texts=len(records))]
-        self._split_ends = list(itertools.accumulate(split.num_texts for split in splits))
-        self._image_locations = [split.image_location for split in splits]
+        self._set_splits(splits, [split.num_texts for split in splits])
         images = ((splits[self.split_index(text)].source, record.image_names) for text, record in enumerate(records))
         self.groups = TextGroups.of_images(images)
-        sources = {split.source for split in splits}
-        if len(sources) > 1:
+        self._require_distinct_ids(splits)
+
+    def tabulate_texts(
+        self,
+        sources: Sequence[Path],
+        folder: Path,
+        read: Callable[[JoinedSplit], Iterable[TextRecord]],
+        type: type[TextRecord],
+        where: str,
+        splits: Sequence[JoinedSplit],
+        options: Sequence[Any] = (),
+    ) -> None:
+        """Store the records of annotation files, with the help of a table in `folder` if the files are large.
+
+        Args:
+            sources: the files.
+            read: returns the records of a split.
+            type: of the records.
+            splits: the joined splits, without their numbers of texts, which are counted here.
+            options: which of the data set's options shape the records, as plain values.
+        """
+
+        def make() -> list[np.ndarray]:
+            counts = [0] * len(splits)
+
+            def records() -> Iterator[TextRecord]:
+                for number, split in enumerate(splits):
+                    for record in read(split):
+                        counts[number] += 1
+                        yield record
+
+            texts = SerializedList(records(), type)
+            counted = [dataclasses.replace(split, num_texts=count) for split, count in zip(splits, counts, strict=True)]
+            self.set_texts(texts, where, counted)
+            return [np.array(counts), self.groups.texts, np.diff(self.groups.starts), *texts.arrays]
+
+        names = [split.name for split in splits]
+        image_sources = [split.source for split in splits]
+        first_with_source = [image_sources.index(source) for source in image_sources]  # it shapes the groups
+        kind = [type.__name__, *type.__struct_fields__, names, first_with_source, *options]
+        counts, texts, texts_per_image, ends, data = tabulate(sources, folder, kind, make)
+        self.texts = SerializedList.from_arrays(ends, data, type)
+        self.groups = TextGroups(texts, texts_per_image)
+        self._set_splits(splits, counts.tolist())
+        self._require_distinct_ids(splits)
+
+    def _set_splits(self, splits: Sequence[JoinedSplit], counts: Sequence[int]) -> None:
+        """Set the joined splits and the number of texts of each."""
+        self._split_ends = list(itertools.accumulate(counts))
+        self._image_locations = [split.image_location for split in splits]
+
+    def _require_distinct_ids(self, splits: Sequence[JoinedSplit]) -> None:
+        if len({split.source for split in splits}) > 1:
             require_distinct_ids(((key, splits[key.split_index].images) for key in self.image_keys()), splits)
 
     def split_index(self, text: int) -> int:
@@ -333,6 +384,11 @@ class DataFiles:
     def path(self, key: str, **values: str) -> Path:
         """Return the path in `data.files.<key>`, with its placeholders filled in."""
         return self.root / self.name(key, **values)
+
+    @property
+    def index_folder(self) -> Path:
+        """The folder for tables and indices of large files."""
+        return self.root / "index"
 
     def name(self, key: str, **values: str) -> str:
         """Return the name in the settings, with its placeholders filled in."""

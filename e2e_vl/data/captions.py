@@ -34,7 +34,7 @@ from tqdm.auto import tqdm
 from typing_extensions import override
 
 from detector.errors import MissingFileError, UserError, reading, user_path
-from detector.io import decode_json, decode_text, read_json
+from detector.io import decode_json, decode_text, map_file, read_json
 from e2e_vl.config import BoxSource
 from e2e_vl.data.base import (
     DataFiles,
@@ -56,7 +56,6 @@ from e2e_vl.data.tables import (
     TextLines,
     cached_array,
     hash_name,
-    map_file,
 )
 from e2e_vl.data.vcr import read_detected_objects
 from e2e_vl.io import Count, Id, Name, Record, Side, is_listed
@@ -641,5 +640,5 @@ def _corpus(files: DataFiles, options: CaptionDatasetConfig, split: str) -> Conc
 def _index_folder(files: DataFiles, options: CaptionDatasetConfig) -> Path:
     """Return the folder for the indices of large files."""
     if options.cache is None:
-        return files.root / "index"
+        return files.index_folder
     return user_path(options.cache)

@@ -13,7 +13,6 @@ the first underscore, such as train)
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import re
 from collections.abc import Iterable, Iterator
@@ -30,7 +29,7 @@ from e2e_vl.data.base import DataFiles, DataNeeds, JoinedSplit, RecordDataset, T
 from e2e_vl.data.box_checks import has_part_inside, require_pixels
 from e2e_vl.data.coco import CocoInstances, encoded_objects, open_instances
 from e2e_vl.data.config import GQADatasetConfig
-from e2e_vl.data.tables import SerializedDict, SerializedList, SkippedRecords, stream_dict
+from e2e_vl.data.tables import SerializedDict, SkippedRecords, stream_dict
 from e2e_vl.io import Pixel, Record, Side, Words, files_in
 from e2e_vl.samples import AnnotatedObjects, SampleImage, SampleText, StructuredAnswer
 
@@ -175,15 +174,25 @@ def read_questions(paths: Iterable[Path]) -> Iterator[GQAQuestion]:
             yield question
 
 
-def read_entries(paths: Iterable[Path], kind: type) -> SerializedDict:
-    """Read the `Choices` of every question, or the `SceneGraph` of every image, from one or several files."""
+def read_entries(paths: Iterable[Path], kind: type, folder: Path | None = None) -> SerializedDict:
+    """Read the `Choices` of every question, or the `SceneGraph` of every image, from one or several files.
+
+    `folder` is that of tables.
+    """
     paths = list(dict.fromkeys(paths))
-    entries = itertools.chain.from_iterable(stream_dict(path, kind) for path in paths)
-    return SerializedDict(entries, kind, ", ".join(map(str, paths)))
+
+    def entries() -> Iterator[tuple[str, Any]]:
+        for path in paths:
+            yield from stream_dict(path, kind)
+
+    return SerializedDict.tabulate(paths, folder, entries, kind, ", ".join(map(str, paths)))
 
 
-def read_scene_graphs(paths: Iterable[Path]) -> SerializedDict[SceneGraph]:
-    """Read the scene graph of every image; the number of objects that are no candidate boxes is logged."""
+def read_scene_graphs(paths: Iterable[Path], folder: Path | None = None) -> SerializedDict[SceneGraph]:
+    """Read the scene graph of every image; the number of objects that are no candidate boxes is logged.
+
+    `folder` is that of tables.
+    """
     paths = list(dict.fromkeys(paths))
 
     def graphs() -> Iterator[tuple[str, SceneGraph]]:
@@ -196,7 +205,7 @@ def read_scene_graphs(paths: Iterable[Path]) -> SerializedDict[SceneGraph]:
                 yield image_id, graph
             skipped.log()
 
-    return SerializedDict(graphs(), SceneGraph, ", ".join(map(str, paths)))
+    return SerializedDict.tabulate(paths, folder, graphs, SceneGraph, ", ".join(map(str, paths)))
 
 
 class GQADataset(RecordDataset):
@@ -211,17 +220,16 @@ class GQADataset(RecordDataset):
         self.folder = files.path("images")
         self.split_values = [{"split": name, "part": name.partition("_")[0]} for name in split_names(split)]
         splits: list[JoinedSplit] = []
-
-        def questions() -> Iterator[GQAQuestion]:
-            for values in self.split_values:
-                number = 0
-                for question in read_questions(_question_files(files, values["split"])):
-                    number += 1
-                    yield question
-                boxes = self.files_by_image_id(files, needs, values)
-                splits.append(JoinedSplit(values["split"], boxes, self.folder, number))
-
-        self.set_texts(SerializedList(questions(), GQAQuestion), f"the splits {split}: question", splits)
+        for values in self.split_values:
+            splits.append(JoinedSplit(values["split"], self.files_by_image_id(files, needs, values), self.folder))
+        self.tabulate_texts(
+            _question_files(files, split),
+            files.index_folder,
+            lambda joined: read_questions(_question_files(files, joined.name)),
+            GQAQuestion,
+            f"the splits {split}: question",
+            splits,
+        )
         self.instances: list[CocoInstances] = []  # of each split: COCO's objects
         # of all images: scene graphs, whose objects are the candidate boxes, where there are no instances; for the
         # metrics: answer choices and scene graphs; None: not needed
@@ -233,15 +241,16 @@ class GQADataset(RecordDataset):
             self.instances = open_instances(files, self.split_values, self.image_keys())
             self.class_names = self.instances[0].class_names
         elif needs.annotations:
-            self.scene_graphs = read_scene_graphs(files.path("scene_graphs", **values) for values in self.split_values)
+            paths = [files.path("scene_graphs", **values) for values in self.split_values]
+            self.scene_graphs = read_scene_graphs(paths, files.index_folder)
             self.scene_graphs.require(self.image_ids())
         if "choices" in files and not needs.training:
             paths = self._paths_for_metrics(files, "choices", "validity and plausibility are")
-            self.choices = read_entries(paths, Choices) if paths else None
+            self.choices = read_entries(paths, Choices, files.index_folder) if paths else None
         if options.grounding and not needs.training:
             paths = self._paths_for_metrics(files, "scene_graphs", "grounding is")
             if paths:
-                self.grounding_graphs = self.scene_graphs or read_scene_graphs(paths)
+                self.grounding_graphs = self.scene_graphs or read_scene_graphs(paths, files.index_folder)
                 self._check_named_objects(", ".join(map(str, paths)))
 
     def _check_named_objects(self, where: str) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
-import mmap
 import re
 import struct
 import zipfile
@@ -19,15 +18,15 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 import numpy as np
-from filelock import FileLock
 from tqdm.auto import tqdm
 
 from detector.errors import MissingFileError, UserError, reading, user_path
-from detector.io import atomic_file, decode_json, decode_text, find_encoding
+from detector.io import decode_json, decode_text, find_encoding, map_file
+from e2e_vl.data.table_files import open_table, tabulate
 from e2e_vl.io import require_unique
 
 logger = logging.getLogger(__name__)
@@ -54,6 +53,19 @@ class SerializedList(Sequence, Generic[Item]):
         self._data = np.frombuffer(bytes(data), dtype=np.uint8)
         self._ends = np.frombuffer(ends, dtype=np.int64)
         self._type = type
+
+    @classmethod
+    def from_arrays(cls, ends: np.ndarray, data: np.ndarray, type: Any) -> Self:
+        """Return the list whose `arrays` these are."""
+        items = cls([], type)
+        items._ends = ends
+        items._data = data
+        return items
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """The position in `encoded` at which each item ends, int64 [items + 1], after a 0; and `encoded`."""
+        return self._ends, self._data
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -94,6 +106,19 @@ class RowIndex:
         self._rows = np.argsort(names, kind="stable")
         self._names = names[self._rows]
 
+    @classmethod
+    def from_arrays(cls, names: np.ndarray, rows: np.ndarray) -> Self:
+        """Return the index whose `arrays` these are."""
+        index = cls([])
+        index._names = names
+        index._rows = rows
+        return index
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """The sorted ids as bytes [ids], and the row of each, int64 [ids]."""
+        return self._names, self._rows
+
     def row(self, id: int | str) -> int | None:
         """Return the row of an id; None if there is no such id."""
         name = str(id).encode()
@@ -118,6 +143,28 @@ class SerializedDict(Generic[Item]):
         require_unique(map(str, ids), f"{where}: entry")
         self._rows = RowIndex(ids)
         self._where = where
+
+    @classmethod
+    def tabulate(
+        cls,
+        sources: Sequence[Path],
+        folder: Path | None,
+        read: Callable[[], Iterable[tuple[int | str, Item]]],
+        type: type[msgspec.Struct],
+        where: str,
+    ) -> Self:
+        """Make the dict of what `read` reads from annotation files, with the help of a table in `folder`."""
+        kind = [type.__name__, *type.__struct_fields__]
+        names, rows, ends, data = tabulate(sources, folder, kind, lambda: cls(read(), type, where).arrays)
+        items = cls([], type, where)
+        items._items = SerializedList.from_arrays(ends, data, type)
+        items._rows = RowIndex.from_arrays(names, rows)
+        return items
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """Those of the ids, see `RowIndex`, and those of the items, see `SerializedList`."""
+        return *self._rows.arrays, *self._items.arrays
 
     def __contains__(self, id: int | str) -> bool:
         return self._rows.row(id) is not None
@@ -289,15 +336,6 @@ def stream_dict(path: str | Path, type: Any = Any) -> Iterator[tuple[str, Any]]:
         yield key, decode_json(value, f"{path}: entry {key}", type)
 
 
-def map_file(path: str | Path) -> mmap.mmap | bytes:
-    """Map a file to memory; an empty file, which cannot be mapped, becomes no bytes."""
-    path = user_path(path)
-    with reading(path), path.open("rb") as file:
-        if path.stat().st_size == 0:
-            return b""
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-
 def stream_lines(path: str | Path, type: Any = Any) -> Iterator[Any]:
     """Yield the values of a file with one JSON value per line, each decoded as `type`; blank lines are skipped."""
     path = user_path(path)
@@ -317,28 +355,14 @@ def require_utf8(path: Path) -> None:
 
 
 def cached_array(sources: Sequence[Path], folder: Path, kind: str, make: Callable[[], np.ndarray]) -> np.ndarray:
-    """Return an index of files, memory-mapped from a `.npy` file in `folder` that one process writes.
-
-    Its name depends on the paths, sizes and modification times of the files, so a stale index is never used, and on
-    `kind`, the kind and version of the index. The array must not be empty.
-    """
-    identity = [kind]
-    for source in sources:
-        status = source.stat()
-        identity += [str(source.resolve()), str(status.st_size), str(status.st_mtime_ns)]
-    digest = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:20]
-    path = folder / f"{sources[0].name}.{digest}.npy"
+    """Return an index of files, which a table in `folder` keeps, see `open_table`."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{path}.lock"):
-            if not path.is_file():
-                with atomic_file(path) as part, part.open("wb") as file:
-                    np.save(file, make())
+        (index,) = open_table(sources, folder, [kind], lambda: [make()])
     except PermissionError as error:
         raise UserError(
             f"{folder}: the index of {sources[0]} cannot be written here; set data.config.cache to a writable folder"
         ) from error
-    return np.load(path, mmap_mode="r", allow_pickle=False)
+    return index
 
 
 def read_range(path: Path, offset: int, size: int = -1) -> bytes:

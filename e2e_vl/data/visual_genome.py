@@ -30,7 +30,7 @@ from e2e_vl.data.base import DataFiles, DataNeeds, JoinedSplit, RecordDataset, T
 from e2e_vl.data.box_checks import has_part_inside
 from e2e_vl.data.config import VisualGenomeDatasetConfig
 from e2e_vl.data.overlap import COCO, VISUAL_GENOME
-from e2e_vl.data.tables import SerializedDict, SerializedList, SkippedRecords, drop_repeats, stream_list
+from e2e_vl.data.tables import SerializedDict, SkippedRecords, drop_repeats, stream_list
 from e2e_vl.io import FourNumbers, Pixel, Record, Side
 from e2e_vl.samples import CorrectAnswer, PhraseBoxes, SampleImage, SampleText
 
@@ -181,26 +181,25 @@ def read_genome_questions(path: Path) -> Iterator[GenomeText]:
     skipped.log()
 
 
-def read_region_graphs(path: Path) -> SerializedDict[RegionPhrases]:
-    """Read the phrases of each description, by region id.
+def read_region_graphs(path: Path, folder: Path | None = None) -> SerializedDict[RegionPhrases]:
+    """Read the phrases of each description, by region id; `folder` is that of tables.
 
     Phrases outside their description and objects with empty boxes are skipped; their number is logged.
     """
+    return SerializedDict.tabulate([path], folder, lambda: _phrases_by_region(path), RegionPhrases, str(path))
+
+
+def _phrases_by_region(path: Path) -> Iterator[tuple[int, RegionPhrases]]:
+    """Yield the id of each region with phrases, and the phrases."""
     num_skipped: Counter[str] = Counter()
-    graphs = SerializedDict(_phrases_by_region(path, num_skipped), RegionPhrases, str(path))
-    counts = [f"{number:,} {reason}" for reason, number in sorted(num_skipped.items()) if number]
-    if counts:
-        logger.warning("%s: skipped %s.", path, " and ".join(counts))
-    return graphs
-
-
-def _phrases_by_region(path: Path, num_skipped: Counter[str]) -> Iterator[tuple[int, RegionPhrases]]:
-    """Yield the id of each region with phrases, and the phrases; count what is skipped, by reason."""
     for image in stream_list(path, _GraphsOfImage):
         for graph in image.regions:
             named_boxes = _named_boxes(graph, num_skipped)
             if named_boxes:
                 yield graph.region_id, RegionPhrases(graph.phrase, named_boxes)
+    counts = [f"{number:,} {reason}" for reason, number in sorted(num_skipped.items()) if number]
+    if counts:
+        logger.warning("%s: skipped %s.", path, " and ".join(counts))
 
 
 def _named_boxes(region: _RegionGraph, num_skipped: Counter[str]) -> NamedBoxes:
@@ -268,12 +267,13 @@ class VisualGenomeDataset(RecordDataset):
         self.split_values = [{"split": split}]
         image_data = files.path("image_data", split=split)
         images = list(stream_list(image_data, GenomeImage))
-        image_of = {image.image_id: image for image in images}
+        self.images = SerializedDict(((image.image_id, image) for image in images), GenomeImage, str(image_data))
         path = files.path(options.texts, split=split)
-        skipped = SkippedRecords(path)
         may_be_in_coco = {"all": (True, False), "without": (False,), "only": (True,)}[options.coco]
 
-        def texts() -> Iterator[GenomeText]:
+        def texts(joined: JoinedSplit) -> Iterator[GenomeText]:
+            image_of = {image.image_id: image for image in images}
+            skipped = SkippedRecords(path)
             for text in READERS[options.texts](path):
                 image = image_of.get(text.image_id)
                 if image is None:
@@ -284,18 +284,18 @@ class VisualGenomeDataset(RecordDataset):
                     skipped.add("boxes of regions outside their image, but not their descriptions", text.id)
                     text.box = None
                 yield text
+            skipped.log()
 
-        records = SerializedList(texts(), GenomeText)
-        splits = [JoinedSplit(split, images=self.folder, num_texts=len(records))]
-        self.set_texts(records, f"{path}, data.config.coco={options.coco}: text", splits)
-        skipped.log()
-        self.images = SerializedDict(((image.image_id, image) for image in images), GenomeImage, str(image_data))
+        where = f"{path}, data.config.coco={options.coco}: text"
+        splits = [JoinedSplit(split, images=self.folder)]
+        options_of_texts = [options.texts, options.coco]
+        self.tabulate_texts([path, image_data], files.index_folder, texts, GenomeText, where, splits, options_of_texts)
         self.has_truths = options.texts == "questions"
         self.has_phrases = needs.phrases and options.texts == "regions"
         self.graphs = None  # the phrases of descriptions, where they are needed and there are region graphs
         if self.has_phrases and "region_graphs" in files:
             graphs_path = files.path("region_graphs", split=split)
-            self.graphs = read_region_graphs(graphs_path)
+            self.graphs = read_region_graphs(graphs_path, files.index_folder)
             if not any(self._phrases(text) for text in self.texts):
                 raise UserError(f"{graphs_path} has none of the descriptions in {path}; use files of the same release")
 

@@ -24,7 +24,7 @@ from msgspec import Meta
 from typing_extensions import override
 
 from detector.errors import UserError
-from detector.io import decode_json
+from detector.io import decode_json, map_file
 from detector.logs import OnceFilter
 from e2e_vl.data.base import (
     DataFiles,
@@ -37,7 +37,7 @@ from e2e_vl.data.base import (
 )
 from e2e_vl.data.coco import CocoInstances, encoded_objects, open_instances
 from e2e_vl.data.config import VQADatasetConfig
-from e2e_vl.data.tables import SerializedList, SkippedRecords, drop_repeats, map_file, stream_list
+from e2e_vl.data.tables import SkippedRecords, drop_repeats, stream_list
 from e2e_vl.io import Id, Record, Words
 from e2e_vl.samples import HumanAnswers, SampleImage
 
@@ -180,24 +180,25 @@ class VQADataset(RecordDataset):
         self.split_values: list[dict[str, str]] = []
         self.folders: list[Path] = []
         self.instances: list[CocoInstances] = []
+        sources: list[Path] = []
         splits: list[JoinedSplit] = []
+        for name in split_names(split):
+            questions_file, annotations_file = _split_files(files, name, annotated=needs.training)
+            sources += filter(None, (questions_file, annotations_file))
+            values = {"split": name, "images": read_image_set(questions_file, name)}
+            folder = files.path("images", **values)
+            image_names = options.file(folder, "ID", images=values["images"])
+            splits.append(JoinedSplit(name, self.files_by_image_id(files, needs, values), image_names))
+            self.split_values.append(values)
+            self.folders.append(folder)
 
-        def questions() -> Iterator[VQAQuestion]:
-            for name in split_names(split):
-                number = 0
-                split_questions = _read_split(files, name, annotated=needs.training)
-                for question in _complete_answers(split_questions, files, name, repeat=options.repeat_answers):
-                    number += 1
-                    yield question
-                values = {"split": name, "images": read_image_set(files.path("questions", split=name), name)}
-                folder = files.path("images", **values)
-                image_names = options.file(folder, "ID", images=values["images"])
-                boxes = self.files_by_image_id(files, needs, values)
-                splits.append(JoinedSplit(name, boxes, image_names, number))
-                self.split_values.append(values)
-                self.folders.append(folder)
+        def questions(joined: JoinedSplit) -> Iterator[VQAQuestion]:
+            split_questions = _read_split(files, joined.name, annotated=needs.training)
+            return _complete_answers(split_questions, files, joined.name, repeat=options.repeat_answers)
 
-        self.set_texts(SerializedList(questions(), VQAQuestion), f"the splits {split}: question", splits)
+        where = f"the splits {split}: question"
+        repeats = [options.repeat_answers]
+        self.tabulate_texts(sources, files.index_folder, questions, VQAQuestion, where, splits, repeats)
         if needs.annotations and "instances" in files:
             self.instances = open_instances(files, self.split_values, self.image_keys())
             self.class_names = self.instances[0].class_names
@@ -232,14 +233,21 @@ class VQADataset(RecordDataset):
         return self.instances[split_index].sample_image(name, file)
 
 
+def _split_files(files: DataFiles, name: str, *, annotated: bool) -> tuple[Path, Path | None]:
+    """Return the questions and the annotations of one split; None: there are no answers, nor are they needed."""
+    questions = files.path("questions", split=name)
+    if not annotated and "annotations" not in files:
+        return questions, None
+    annotations = files.path("annotations", split=name)
+    if not annotated and "test" in name and not annotations.is_file():
+        return questions, None
+    return questions, annotations
+
+
 def _read_split(files: DataFiles, name: str, *, annotated: bool) -> Iterator[VQAQuestion]:
     """Read the questions of one split, with answers if they exist or are needed."""
-    annotations = None
-    if annotated or "annotations" in files:
-        annotations = files.path("annotations", split=name)
-        if not annotated and "test" in name and not annotations.is_file():
-            annotations = None
-    return read_questions(files.path("questions", split=name), annotations, name)
+    questions, annotations = _split_files(files, name, annotated=annotated)
+    return read_questions(questions, annotations, name)
 
 
 def _complete_answers(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ from transformers import PreTrainedTokenizerBase
 from detector.errors import UserError
 from detector.images import ResizeRule
 from e2e_vl.config import BoxSource, DataConfig
+from e2e_vl.data import table_files
 from e2e_vl.data.base import DataNeeds, VLDataset, open_options
 from e2e_vl.data.batching import BatchLoader, EncodedDataset, GroupedBatchSampler, Request
 from e2e_vl.data.config import CLASS_NAMES
 from e2e_vl.data.image_loader import BoxReader, ImageLoader, ImageRules
+from e2e_vl.data.tables import fingerprint
 from e2e_vl.predictions import Prediction
 from e2e_vl.preprocessing import EncodedText, GeneratorFactory, Preprocessor
 from e2e_vl.samples import Sample, SampleText
@@ -103,6 +105,26 @@ def examples(
     return EncodedDataset(
         dataset, make_loader(boxes, reader, **rules), preprocessor, seed=seed, skip_broken=skip_broken
     )
+
+
+def assert_same_from_tables(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, open_it: Callable[[], VLDataset]
+) -> None:
+    """Read a data set without tables, with tables that it writes, and from these tables alone."""
+
+    def describe() -> tuple[Any, ...]:
+        caplog.clear()
+        dataset = open_it()
+        keys = list(dataset.image_keys())
+        return fingerprint(dataset.contents()), list(dataset.groups), keys, list(dataset.truths()), caplog.messages
+
+    expected = describe()
+    assert not list(root.glob("**/*.table"))
+    monkeypatch.setattr(table_files, "MIN_SOURCE_BYTES", 0)
+    assert describe() == expected
+    assert list(root.glob("index/*.table"))
+    monkeypatch.setattr(table_files, "_make", None)
+    assert describe() == expected
 
 
 def open_dataset(

@@ -11,7 +11,7 @@ import pytest
 from e2e_vl.config import DataConfig
 from e2e_vl.data.base import open_options
 from e2e_vl.data.gqa import Choices, GQADataset, SceneGraph, find_pieces, read_entries, read_questions
-from tests.data.helpers import open_dataset, refused, with_files, with_options, write_json
+from tests.data.helpers import assert_same_from_tables, open_dataset, refused, with_files, with_options, write_json
 from tests.data.tiny_refcoco import TinyRefCOCO
 
 BOX = {"name": "cup", "x": 1, "y": 2, "w": 3, "h": 4}
@@ -98,6 +98,18 @@ def test_questions_and_answers(settings):
     assert first.truth.choices is None  # only evaluation reads them
     assert [truth.answer for truth in dataset.truths()] == ["red", "yes", "yes"]
     assert make(settings, boxes="online").sample((0,)).images[0].objects is None
+
+
+@pytest.mark.parametrize("split", ["train_balanced", "val_all", "train_balanced+val_all"])
+def test_tables_give_the_same_questions_choices_and_scene_graphs(settings, tiny, monkeypatch, caplog, split):
+    graphs = tiny.images_root.parent / "sceneGraphs" / "train_sceneGraphs.json"
+    flat = scene_graph(tiny, 7)
+    flat["objects"]["100"]["w"] = 0
+    write_json(graphs, {"7": flat, "3": scene_graph(tiny, 3)})
+    boxes, training = ("gt", True) if split == "train_balanced" else ("online", False)
+    assert_same_from_tables(
+        tiny.images_root.parent, monkeypatch, caplog, lambda: make(settings, split, boxes, training=training)
+    )
 
 
 def test_choices_of_balanced_questions_are_read_for_scores(settings, tiny, caplog):

@@ -11,7 +11,7 @@ from e2e_vl.config import DataConfig
 from e2e_vl.data.base import open_options
 from e2e_vl.data.visual_genome import VisualGenomeDataset, read_region_graphs
 from e2e_vl.samples import CorrectAnswer
-from tests.data.helpers import open_dataset, refused, with_files, with_options, write_json
+from tests.data.helpers import assert_same_from_tables, open_dataset, refused, with_files, with_options, write_json
 
 IMAGES = [
     {"image_id": 1, "width": 30, "height": 20, "url": "https://host/VG_100K_2/1.jpg", "coco_id": None},
@@ -162,6 +162,16 @@ def test_words_name_the_objects_of_their_synset_or_their_name(tmp_path, caplog):
     ):
         phrases = found[12].of(words)
         assert phrases.spans == spans and [words[slice(*span)] for span in spans] == ["men", "horse"]
+
+
+@pytest.mark.parametrize("options", [{}, {"coco": "only"}, {"texts": "questions"}])
+def test_tables_give_the_same_texts(settings, tmp_path, monkeypatch, caplog, options):
+    write_json(tmp_path / "regions.json", [*REGIONS, {"id": 5, "regions": [{"region_id": 52, "phrase": " "}]}])
+    graphs = [region(51, "red hat", [entity(0, 3, "red")], [FLAT, MAN | {"name": "red"}])]
+    write_json(tmp_path / "graphs.json", [{"image_id": 5, "regions": graphs}])
+    settings = with_files(settings, region_graphs="graphs.json")
+    assert_same_from_tables(tmp_path, monkeypatch, caplog, lambda: opened(settings, phrases=True, **options))
+    assert bool(caplog.messages) == (options.get("texts") != "questions"), "skipped records are counted at every start"
 
 
 def test_phrases_of_descriptions(settings, tmp_path):

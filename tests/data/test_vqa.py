@@ -7,11 +7,12 @@ import json
 import pytest
 
 from e2e_vl.config import DataConfig
+from e2e_vl.data import table_files
 from e2e_vl.data.base import open_options
 from e2e_vl.data.vqa import VQADataset
 from e2e_vl.metrics.vqa import answer_accuracy, soft_scores
 from e2e_vl.samples import HumanAnswers
-from tests.data.helpers import open_dataset, refused, with_files, with_options, write_json
+from tests.data.helpers import assert_same_from_tables, open_dataset, refused, with_files, with_options, write_json
 from tests.data.tiny_readers import ANSWERS, write_vqa
 
 
@@ -183,3 +184,15 @@ def test_a_bad_record_is_named(settings, tiny, kind, change, part):
     write_json(path, content)
     with refused("train2014", part):
         make(settings)
+
+
+@pytest.mark.parametrize("split", ["train2014", "val2014+train2014"])
+def test_tables_give_the_same_questions(settings, tiny, monkeypatch, caplog, split):
+    assert_same_from_tables(tiny.images_root.parent, monkeypatch, caplog, lambda: make(settings, split, "online"))
+    write_answers(tiny, ["red"])
+    repeated = with_options(settings, repeat_answers=True)
+    monkeypatch.undo()
+    monkeypatch.setattr(table_files, "MIN_SOURCE_BYTES", 0)
+    for _ in range(2):
+        lengths = {len(make(options, "train2014").texts[0].answers) for options in (settings, repeated)}
+        assert lengths == {1, 10}, "the files have changed, and other options make another table"
