@@ -55,12 +55,12 @@ def pairwise_iou(
 
 def is_larger(boxes: Num[Array, "*R 4"], side: float = 0.0) -> Bool[Array, "*R"]:
     """Return whether both sides of a box exceed `side`."""
-    return (boxes[..., 2] - boxes[..., 0] > side) & (boxes[..., 3] - boxes[..., 1] > side)
+    return (boxes[..., 2:] - boxes[..., :2] > side).all(-1)
 
 
 def is_at_least(boxes: Num[Array, "*R 4"], side: float) -> Bool[Array, "*R"]:
     """Return whether both sides of a box are at least `side` long."""
-    return (boxes[..., 2] - boxes[..., 0] >= side) & (boxes[..., 3] - boxes[..., 1] >= side)
+    return (boxes[..., 2:] - boxes[..., :2] >= side).all(-1)
 
 
 def rescale_detections(

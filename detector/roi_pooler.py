@@ -118,9 +118,9 @@ CANONICAL_LEVEL = 4  # stride 2 ** 4
 
 def to_rois(boxes: ImageBoxes) -> Float32[Tensor, "J 5"]:
     """Concatenate the boxes of all images, with the image index in the first column."""
-    image = torch.cat([rows.new_full((len(rows), 1), number, dtype=torch.float32) for number, rows in enumerate(boxes)])
+    image = torch.cat([torch.full((len(rows), 1), float(number)) for number, rows in enumerate(boxes)])
     joined = torch.cat(boxes).float()
-    return torch.cat((image, joined), dim=1)
+    return torch.cat((image.to(joined.device, non_blocking=True), joined), dim=1)
 
 
 def assign_levels(

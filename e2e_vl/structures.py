@@ -354,18 +354,23 @@ def gather_regions(
     lengths = is_real.flatten(1).sum(dim=1).tolist()
     order = (~is_real).flatten(1).to(torch.uint8).argsort(dim=1, stable=True)
     order = order[:, : max(lengths, default=0) or 1]
-    indices = torch.stack([column.flatten(1).gather(1, order) for column in columns])
+    is_real, slot, rows, candidate, image_row = (column.flatten(1).gather(1, order) for column in columns)
+    sizes_of_regions = torch.where(is_real[..., None], image_sizes.cpu().float()[image_row], 1.0)
+    slot = slot.masked_fill(~is_real, 0)
+    candidate = candidate.masked_fill(~is_real, -1)
+    image_row = image_row.masked_fill(~is_real, -1)
+    indices = torch.stack([is_real, slot, rows, candidate, image_row])
     is_real, slot, rows, candidate, image_row = indices.to(device, non_blocking=True)
     attention_mask = is_real.bool()
 
     result = TextRegions(
         features=F.pad(all_features, (0, 0, 0, 1))[rows] * attention_mask[..., None],
         boxes=F.pad(all_boxes, (0, 0, 0, 1))[rows] * attention_mask[..., None],
-        image_sizes=torch.where(attention_mask[..., None], image_sizes.to(device, torch.float32)[image_row], 1.0),
+        image_sizes=sizes_of_regions.to(device, non_blocking=True),
         attention_mask=attention_mask,
-        image_slot=slot.masked_fill(~attention_mask, 0),
-        image=image_row.masked_fill(~attention_mask, -1),
-        row=candidate.masked_fill(~attention_mask, -1),
+        image_slot=slot,
+        image=image_row,
+        row=candidate,
         is_masked=torch.zeros_like(attention_mask),
         classes=torch.full_like(candidate, -1),
     )

@@ -33,7 +33,8 @@ WAITS = {"aten::nonzero", "aten::masked_select", "aten::bincount", "torchvision:
 COPIES = {"aten::copy_", "aten::_to_copy"}
 INDEXED = ("aten::index", "aten::index_put", "aten::index_put_")
 TAKES_SCALARS = {"aten::where", "aten::masked_fill", "aten::masked_fill_", "aten::fill_", *INDEXED}
-EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
+EMPTY = ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided")
+WITHOUT_KERNEL = {"aten::_unsafe_view", *EMPTY}
 waits: collections.Counter = collections.Counter()
 launches: collections.Counter = collections.Counter()  # operators that compute or copy
 kept: list = []  # what C++ points at
@@ -109,7 +110,7 @@ def dispatch(func, args, kwargs):
     is_to_cpu = devices[0].type == "cpu" if devices else name == "aten::copy_" and not isinstance(args[0], DeviceTensor)
     if wrapped and name in COPIES and is_to_cpu:
         wait("copy to the CPU")
-    if not func.is_view and name not in EMPTY:
+    if not func.is_view and name not in WITHOUT_KERNEL:
         launches[name] += 1
     inner = [torch.device("cpu") if isinstance(v, torch.device) else getattr(v, "on_cpu", v) for v in flat]
     a, k = tree_unflatten(inner, spec)
@@ -142,8 +143,39 @@ def prepare_engine() -> None:
     hooks[0] = ctypes.addressof(table) + 16
 
 
+def attend(q, k, v, mask, scale):
+    return (q @ k.mT * (scale or q.shape[-1] ** -0.5) + mask).softmax(-1).to(v.dtype) @ v
+
+
+def laid_out(values: torch.Tensor) -> DeviceTensor:
+    """Lay out [M, heads, Z, width] in memory as [M, Z, heads, width], as the kernels do."""
+    return DeviceTensor(values.transpose(1, 2).contiguous().transpose(1, 2))
+
+
+class FusedAttention(torch.autograd.Function):
+    """Attention as a GPU computes it: one operator, and another one for the gradients."""
+
+    @staticmethod
+    def forward(ctx, scale, *tensors):
+        needed = ctx.needs_input_grad[1:]
+        ctx.inputs = [tensor.on_cpu.detach().requires_grad_(need) for tensor, need in zip(tensors, needed, strict=True)]
+        with torch.enable_grad():
+            ctx.result = attend(*ctx.inputs, scale)
+        launches["attention"] += 1
+        return laid_out(ctx.result.detach())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        trained = [tensor for tensor in ctx.inputs if tensor.requires_grad]
+        gradients = iter(torch.autograd.grad(ctx.result, trained, gradient.on_cpu))
+        launches["attention backward"] += 1
+        return None, *(laid_out(next(gradients)) if tensor.requires_grad else None for tensor in ctx.inputs)
+
+
 def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **_):
-    return (q @ k.mT * (scale or q.shape[-1] ** -0.5) + attn_mask).softmax(-1).to(v.dtype) @ v
+    if not isinstance(q, DeviceTensor):
+        return attend(q, k, v, attn_mask, scale)
+    return FusedAttention.apply(scale, q, k, v, attn_mask.to(q.dtype))  # autocast casts the mask too
 
 
 @contextlib.contextmanager

@@ -35,12 +35,17 @@ class BertLayerWithAttentions(GradientCheckpointingLayer):
         self, hidden: Float[Tensor, "M Z E"], mask: Float[Tensor, "M _ _ Z"], output_attentions: bool = False
     ) -> tuple[Float[Tensor, "M Z E"], Float[Tensor, "M heads Z Z"] | None]:
         """Update hidden states under an additive mask; return the attention map too with `output_attentions`."""
-        device = hidden.device.type  # autocast alone would cast the states for query, key and value each
-        cast = hidden.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else hidden
+        cast = hidden.to(matmul_dtype(hidden))  # autocast alone would cast the states for query, key and value each
         probabilities = attention_probabilities(self.attention.self, cast, mask) if output_attentions else None
         context, _ = self.attention.self(cast, mask)
         hidden = self.attention.output(context, hidden)
         return self.output(self.intermediate(hidden), hidden), probabilities
+
+
+def matmul_dtype(values: Tensor) -> torch.dtype:
+    """Return the dtype in which matrix products of these values are computed: autocast's, or their own."""
+    device = values.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else values.dtype
 
 
 class LayerOutputs(NamedTuple):
@@ -67,8 +72,9 @@ def run_layers(
         intermediate_layers: also return the states after these numbers of layers; 0: the input.
     """
     # additive mask: 0 at real positions, the smallest number elsewhere
-    mask = torch.zeros(attention_mask.shape, dtype=hidden.dtype, device=hidden.device)
-    mask = mask.masked_fill(~attention_mask, torch.finfo(hidden.dtype).min)[:, None, None, :]
+    dtype = matmul_dtype(hidden)  # autocast alone would cast the mask in each layer
+    mask = torch.zeros(attention_mask.shape, dtype=dtype, device=hidden.device)
+    mask = mask.masked_fill(~attention_mask, torch.finfo(dtype).min)[:, None, None, :]
     attentions = []
     intermediate = {}
     for number, layer in enumerate(layers):

@@ -24,6 +24,7 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, ProjectConfiguration, set_seed
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from tqdm.auto import tqdm
 
@@ -38,6 +39,7 @@ from e2e_vl.io import RunLog, refuse_to_overwrite, replace_nan
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run import checkpoint as checkpoints
 from e2e_vl.run.build import Run, build_run, resolve_config
+from e2e_vl.run.casting import cast_layer_weights
 from e2e_vl.run.compilation import compile_blocks, explain_too_many_graphs
 from e2e_vl.run.ema import WeightAverage
 from e2e_vl.run.evaluate import Evaluator, InterruptedEvaluationError, phrase_weights
@@ -130,7 +132,7 @@ class LossesOnly(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[dict[str, Loss], dict[str, Loss]]:
         """Return the losses of the task (with those of phrases) and of detection, unweighted."""
-        output = self.model(batch)
+        output = functional_call(self.model, cast_layer_weights(self.model), batch, tie_weights=False)
         return output.task_losses, output.regions.losses
 
 
@@ -351,10 +353,10 @@ class Trainer:
                 for stop_signal, processes in zip(STOP_SIGNALS, rows[len(losses) :, 0], strict=True):
                     logged[stop_signal.name] = processes
                 loss = torch.zeros((), device=accelerator.device)
-                for (name, summand), total, count in zip(losses, totals, counts, strict=True):
-                    divisor = count.clamp(min=1) * len(micro_batches)
+                divisors = counts.clamp(min=1) * len(micro_batches)
+                for (name, summand), total, divisor in zip(losses, totals, divisors, strict=True):
                     # the factor num_processes cancels DDP's average over processes
-                    loss = loss + weights[name] * summand.total * accelerator.num_processes / divisor
+                    loss = loss + weights[name] * accelerator.num_processes * summand.total / divisor
                     logged[name] = logged.get(name, 0) + total / divisor
                     logged["loss"] = logged.get("loss", 0) + weights[name] * total / divisor
                 accelerator.backward(loss)
