@@ -73,6 +73,8 @@ def test_a_saved_model_is_the_model_in_memory(trained_run):
     saved, kept = model.state_dict(), trained_run.model.state_dict()
     assert set(saved) == set(kept)
     assert all(torch.equal(value, kept[name]) for name, value in saved.items())
+    for (name, value), (_, buffer) in zip(model.named_buffers(), trained_run.model.named_buffers(), strict=True):
+        assert torch.equal(value, buffer), name
     assert model.detector.config == trained_run.model.detector.config
     examples = build_examples(config, model, tokenizer, "val", boxes="online")
     evaluator = Evaluator(config, make_accelerator("no"))
