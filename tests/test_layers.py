@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": CORE,
     "metrics": CORE,
     "synthetic": CORE,
+    "scoring": CORE | {"data", "metrics"},  # somebody's predictions against the annotations, without a model
     "tasks": CORE | {"metrics"},  # a task reads `EncoderOutput` (e2e_vl/structures.py), not an encoder
     "model": MODEL,
     "weights": MODEL | {"model"},
@@ -33,8 +34,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis": RUN | {"run"},
     "api": RUN | {"run"},
     "explorer": RUN | {"api"},
-    "cli": RUN | {"run", "analysis", "api", "explorer"},
-    "tools": RUN | {"run", "analysis", "api", "explorer", "cli"},
+    "cli": RUN | {"scoring", "run", "analysis", "api", "explorer"},
+    "tools": RUN | {"scoring", "run", "analysis", "api", "explorer", "cli"},
 }
 LAYERS = {"model": "model", "__init__": "api", "__main__": "cli"}  # of single modules in e2e_vl/
 ONLY_IN = {  # optional packages, each imported by one file

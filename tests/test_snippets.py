@@ -6,6 +6,7 @@ Commands run with less data and fewer steps; placeholders such as DETECTOR are r
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import shlex
 import shutil
@@ -22,8 +23,9 @@ from safetensors.torch import load_file
 from torchvision.models import detection
 from transformers import BertConfig, BertModel
 
-from e2e_vl.cli import analyze_attention, ask, convert_annotations, explore, probe, run
+from e2e_vl.cli import analyze_attention, ask, convert_annotations, explore, probe, run, score
 from e2e_vl.text import build_vocabulary
+from tests.scoring.drawn import draw_flickr30k, draw_grefcoco, draw_refcoco
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -97,6 +99,7 @@ def run_command(command: str, placeholders: dict[str, str]) -> None:
         "tools/train.py": lambda: run.train([*options, *reduced(options, placeholders)]),
         "e2e-vl train": lambda: run.train([*options, *reduced(options, placeholders)]),
         "e2e-vl ask": lambda: ask.main(options, "e2e-vl ask"),
+        "e2e-vl score": lambda: score.main(options),
         "e2e-vl convert-annotations": lambda: convert_annotations.main(options),
         # a server, and a run that no page makes: their own tests run them, here only the options are read
         "e2e-vl explore": lambda: int(not explore.build_parser().parse_args(options)),
@@ -173,6 +176,48 @@ def test_the_pages_about_python_and_the_explorer(placeholders: dict[str, str]) -
         if kind == "python":  # its command opens a page and waits
             exec(compile(block, "docs/explorer.md", "exec"), names)
     assert names["picture"].ndim == 3 and names["masked"].masked == (0, 3)
+
+
+def test_the_page_about_scoring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = draw_refcoco(tmp_path / "DATA", seed=0, folder="refcoco+")
+    annotations: dict[str, list] = {"images": [], "annotations": []}
+    results = []
+    answers = []
+    questions = []
+    for number, row in enumerate(rows):
+        annotations["images"].append({"id": number, "file_name": row["file_name"], "caption": row["words"]})
+        annotations["annotations"].append({"image_id": number, "original_id": row["ann_id"]})
+        instances = {"bboxes": torch.tensor([row["box"]]), "scores": torch.tensor([0.5])}
+        results.append({"img_id": number, "pred_instances": instances})
+        height, width = row["size"]
+        x1, y1, x2, y2 = row["box"]
+        corners = [x1 / width, y1 / height, x2 / width, y2 / height]
+        answers.append({"answer": str([round(1000 * corner) for corner in corners])})
+        questions.append({"image": row["file_name"], "sent": row["words"], "bbox": row["box"]})
+    (tmp_path / "results.pkl").write_bytes(pickle.dumps(results))
+    instance_lists = []
+    for result in results:
+        lists = {key: value.tolist() for key, value in result["pred_instances"].items()}
+        instance_lists.append({"img_id": result["img_id"], "pred_instances": lists})
+    phrases = {"image_id": 77, "sentence_id": 0, "boxes": draw_flickr30k(tmp_path / "DATA")}
+    several = {row["sent_id"]: {"boxes": row["boxes"]} for row in draw_grefcoco(tmp_path / "DATA", seed=0)}
+    contents = {
+        "predictions.json": [{"sent_id": row["sent_id"], "box": row["box"]} for row in rows],
+        "results.json": instance_lists,
+        "finetune_refcoco+_val.json": annotations,
+        "boxes_by_id.json": several,
+        "phrases.json": [phrases],
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    for name, lines in {"answers.jsonl": answers, "questions.jsonl": questions}.items():
+        (tmp_path / name).write_text("\n".join(map(json.dumps, lines)))
+    names, commands = run_page("docs/scoring.md", {})
+    assert commands == 5 and names["rows"] == instance_lists
+    printed = capsys.readouterr().out
+    assert printed.count("accuracy at 0.5               100.00") == 3
+    assert re.search(r"Pr@\(F1=1\) +100.00", printed) and "R@1, any box" in printed
 
 
 def test_the_notebook() -> None:

@@ -94,6 +94,7 @@ COMMANDS = {
     "check-data": ("check_data:main", "check annotation files, and find images shared between data sets"),
     "train": ("run:train", "train detector, encoder and task together"),
     "evaluate": ("run:evaluate", "evaluate a trained run on a split"),
+    "score": ("score:main", "score anybody's predictions of referring expressions or phrases"),
     "predict": ("run:predict", "write the predictions for a split to a file"),
     "ask": ("ask:main", "ask a trained run about images"),
     "explore": ("explore:main", "open a web page to explore a trained run"),

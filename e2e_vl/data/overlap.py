@@ -97,7 +97,9 @@ class ImageIdLookup:
             return (image_id,)
         return (image_id, *self._genome.get(name, ()))
 
-    def of_list(self, path: Path, namespace: str | None = None) -> Iterator[tuple[GlobalImageId, ...]]:
+    def of_list(
+        self, path: Path, namespace: str | None = None, option: str = "--detector-ids"
+    ) -> Iterator[tuple[GlobalImageId, ...]]:
         """Yield the ids of each image in a list, such as the training images of a detector.
 
         The list is a COCO JSON file (`images` with `id` and `file_name`), Visual Genome's `image_data.json` or a subset
@@ -106,6 +108,7 @@ class ImageIdLookup:
 
         Args:
             namespace: the data set of ambiguous ids, "coco" or "vg".
+            option: of the command, that sets it.
         """
         if path.suffix.lower() == ".json":
             content = read_json(path, list[_GenomeImage | Id] | _ImagesFile)
@@ -132,7 +135,7 @@ class ImageIdLookup:
                 yield self.in_namespace(namespace, image_id)
             else:
                 raise UserError(
-                    f"{path}: {name!r} is an id of several data sets; add --detector-ids {COCO} or {VISUAL_GENOME}"
+                    f"{path}: {name!r} is an id of several data sets; add {option} {COCO} or {VISUAL_GENOME}"
                 )
 
 

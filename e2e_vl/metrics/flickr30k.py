@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from detector.boxes import pairwise_iou
 from e2e_vl.io import Count, Id, Score
+from e2e_vl.metrics.refcoco import box_iou
 from e2e_vl.predictions import Box, Prediction, write_list
 
 MIN_IOU = 0.5
@@ -55,7 +55,7 @@ def correct_candidates(
     """
     candidates = np.asarray(candidates, dtype=np.float64).reshape(-1, 4)
     boxes = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)
-    return (pairwise_iou(candidates, boxes) >= min_iou).any(axis=1)
+    return (box_iou(candidates[:, None], boxes[None], "continuous") >= min_iou).any(axis=1)
 
 
 def first_hit(scores: np.ndarray | Sequence[float], is_correct: np.ndarray | Sequence[bool]) -> int | None:

@@ -6,11 +6,13 @@
 | `vlbert` | IoU >= 0.5 with one pixel added to every extent, the prediction clamped to [0, size - 1] before | VL-BERT |
 | `strict` | MAttNet's IoU > 0.5 | UNITER |
 | `same_annotation` | the chosen annotation is the referred one, so a near-duplicate is wrong | MAttNet, gt boxes |
+| `continuous` | IoU >= 0.5 | MMDetection, Qwen-VL, InternVL |
+| `generalized` | generalised IoU >= 0.5, never more than the IoU | MDETR |
 
-gRefCOCO has expressions about no or several objects; a prediction is one box or none. N-acc and T-acc are the shares of
-expressions without and with a target for which no box and a box is predicted; gIoU is the mean IoU of the predicted and
-the true areas, 1 for two empty ones (GRES, arXiv 2306.00968, section 3.3, there of masks, here of boxes); Pr@(F1=1) is
-the share of expressions whose boxes are all right (GREC, arXiv 2308.16182). Its official evaluator
+gRefCOCO has expressions about no or several objects; a prediction of a run is one box or none. N-acc and T-acc are the
+shares of expressions without and with a target for which no box and a box is predicted; gIoU is the mean IoU of the
+predicted and the true areas, 1 for two empty ones (GRES, arXiv 2306.00968, section 3.3, there of masks, here of boxes);
+Pr@(F1=1) is the share of expressions whose boxes are all right (GREC, arXiv 2308.16182). Its official evaluator
 (mdetr/datasets/refexp.py of henghuiding/gRefCOCO) matches boxes by *generalised* IoU >= 0.5, never more than the IoU.
 
 All use continuous corners with x2 = x + w (equivalent to MAttNet's x2 = x + w - 1 with inclusive pixels) and count
@@ -74,12 +76,16 @@ def box_iou(boxes: np.ndarray, gt_boxes: np.ndarray, convention: str, image_size
         image_size: [..., 2], (height, width) of the original image(s); needed by `vlbert` only.
 
     Returns:
-        float64 [...], in 0..1.
+        float64 [...], in 0..1; the generalised IoU in -1..1.
     """
     boxes = np.asarray(boxes, dtype=np.float64)
     gt_boxes = np.asarray(gt_boxes, dtype=np.float64)
+    if convention == "generalized":
+        return generalized_iou(boxes, gt_boxes)
     extra = 0.0  # added to every extent
     smallest = 1.0  # overlaps up to this extent count as none
+    if convention == "continuous":
+        smallest = 0.0
     if convention == "vlbert":
         height, width = np.moveaxis(np.asarray(image_size, dtype=np.float64), -1, 0)
         last = np.stack([width, height, width, height], axis=-1) - 1
@@ -94,31 +100,67 @@ def box_iou(boxes: np.ndarray, gt_boxes: np.ndarray, convention: str, image_size
     return np.divide(intersection, union, out=np.zeros_like(union), where=union > 0)
 
 
-def generalized_iou(box: Box, gt_box: Box) -> float:
-    """Return the generalised IoU of two boxes, xyxy, continuous, at most 1; it is negative for boxes far apart.
+def generalized_iou(boxes: np.ndarray | Box, gt_boxes: np.ndarray | Box) -> np.ndarray:
+    """Return the generalised IoU of predicted and true boxes, pair by pair, which is negative for boxes far apart.
 
     It is the IoU minus the share of the smallest enclosing box that is outside their union (arXiv 1902.09630).
+
+    Args:
+        boxes: float [..., 4], xyxy, continuous.
+        gt_boxes: float [..., 4]; the leading axes broadcast against the axes of `boxes`.
+
+    Returns:
+        float64 [...], at most 1; 0 where both boxes, or the enclosing one, have no area.
     """
-    first = np.asarray(box, dtype=np.float64)
-    second = np.asarray(gt_box, dtype=np.float64)
-    overlap = np.minimum(first[2:], second[2:]) - np.maximum(first[:2], second[:2])
-    enclosing = np.prod(np.maximum(first[2:], second[2:]) - np.minimum(first[:2], second[:2]))
-    intersection = np.prod(overlap.clip(min=0))
-    union = np.prod(first[2:] - first[:2]) + np.prod(second[2:] - second[:2]) - intersection
-    if union <= 0 or enclosing <= 0:
-        return 0.0
-    return float(intersection / union - (enclosing - union) / enclosing)
+    first = np.asarray(boxes, dtype=np.float64)
+    second = np.asarray(gt_boxes, dtype=np.float64)
+    overlap = np.minimum(first[..., 2:], second[..., 2:]) - np.maximum(first[..., :2], second[..., :2])
+    outer_sides = np.maximum(first[..., 2:], second[..., 2:]) - np.minimum(first[..., :2], second[..., :2])
+    enclosing = np.prod(outer_sides, axis=-1)
+    intersection = np.prod(overlap.clip(min=0), axis=-1)
+    area = np.prod(first[..., 2:] - first[..., :2], axis=-1)
+    gt_area = np.prod(second[..., 2:] - second[..., :2], axis=-1)
+    union = area + gt_area - intersection
+    has_area = (union > 0) & (enclosing > 0)
+    iou = np.divide(intersection, union, out=np.zeros_like(union), where=has_area)
+    outside = np.divide(enclosing - union, enclosing, out=np.zeros_like(union), where=has_area)
+    return iou - outside
 
 
-def hits(boxes: np.ndarray, gt_boxes: np.ndarray, convention: str, image_size: Any = None) -> np.ndarray:
+def hits(
+    boxes: np.ndarray, gt_boxes: np.ndarray, convention: str, image_size: Any = None, threshold: float = THRESHOLD
+) -> np.ndarray:
     """Mark the predicted boxes that are right.
 
-    Arguments as in `box_iou`. Returns bool [...].
+    Arguments as in `box_iou`; `threshold` is the least IoU. Returns bool [...].
     """
-    iou = box_iou(boxes, gt_boxes, convention, image_size)
+    return exceeds(box_iou(boxes, gt_boxes, convention, image_size), convention, threshold)
+
+
+def exceeds(iou: np.ndarray, convention: str, threshold: float = THRESHOLD) -> np.ndarray:
+    """Mark the IoUs that make a box right, bool [...]."""
     if convention == "strict":
-        return iou > THRESHOLD + _ROUNDING
-    return iou >= THRESHOLD - _ROUNDING
+        return iou > threshold + _ROUNDING
+    return iou >= threshold - _ROUNDING
+
+
+def all_boxes_are_right(boxes: Sequence[Box], gt_boxes: Sequence[Box], convention: str = "generalized") -> bool:
+    """Return whether predicted and true boxes are the same, one to one: an F1 of 1 in GREC (arXiv 2308.16182).
+
+    As in gRefCOCO's official evaluator, the pair with the highest overlap is matched first.
+    """
+    if len(boxes) != len(gt_boxes):
+        return False
+    if not boxes:
+        return True
+    overlaps = box_iou(np.asarray(boxes)[:, None], np.asarray(gt_boxes)[None], convention)
+    for _ in boxes:
+        row, column = np.unravel_index(overlaps.argmax(), overlaps.shape)
+        if not exceeds(overlaps[row, column], convention):
+            return False
+        overlaps[row] = -np.inf
+        overlaps[:, column] = -np.inf
+    return True
 
 
 def referring_metrics(
@@ -168,7 +210,11 @@ def referring_metrics(
         for family in families:
             right[family].append((is_right, is_reachable))
         found_some.append(prediction.box is not None)
-        f1_hits.append(_generalized_hit(prediction) if f1_overlap == "generalized_iou" else is_right)
+        predicted_boxes = () if prediction.box is None else (prediction.box,)
+        if f1_overlap == "generalized_iou":
+            f1_hits.append(all_boxes_are_right(predicted_boxes, prediction.targets or ()))
+        else:
+            f1_hits.append(is_right)
         iou = 0.0
         if prediction.box is not None:
             iou = area_iou([prediction.box], prediction.targets or ())
@@ -221,14 +267,6 @@ def _iou_hit(prediction: ReferringPrediction, convention: str) -> tuple[bool, bo
     if prediction.box is not None:
         is_right = bool(hits(np.asarray(prediction.box), gt_box, convention, prediction.image_size))
     return is_right, reachable
-
-
-def _generalized_hit(prediction: ReferringPrediction) -> bool:
-    """Return whether the predicted box is the only true one by gRefCOCO's official rule."""
-    targets = prediction.targets or ()
-    if prediction.box is None or len(targets) != 1:
-        return False
-    return generalized_iou(prediction.box, targets[0]) >= THRESHOLD - _ROUNDING
 
 
 def _same_annotation(prediction: ReferringPrediction) -> tuple[bool, bool]:

@@ -43,6 +43,7 @@ REQUIRED = {
     "check-data": "--config x",
     "train": "--config x",
     "evaluate": "--run x",
+    "score": "x --data x --split x",
     "predict": "--run x --split x --boxes gt --output x",
     "ask": "--run x --image x --text x",
     "explore": "--run x",
