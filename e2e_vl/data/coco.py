@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 from msgspec import Meta, field
 from typing_extensions import override
@@ -20,6 +21,7 @@ from e2e_vl.config import BoxSource
 from e2e_vl.data.base import DataFiles, DataNeeds, VLDataset
 from e2e_vl.data.box_checks import check_file_boxes, has_part_inside
 from e2e_vl.data.config import NoDatasetConfig
+from e2e_vl.data.table_files import tabulate
 from e2e_vl.data.tables import RowIndex, SerializedList
 from e2e_vl.io import FourNumbers, Id, Name, Record, Side, Words, require_unique
 from e2e_vl.predictions import TrueObject
@@ -106,6 +108,15 @@ class CocoImage(Record, array_like=True):
     objects: list[CocoObject]
 
 
+class _Names(Record, array_like=True):
+    """What an instances file says beside its images."""
+
+    category_ids: list[Id]
+    class_names: list[str]
+    attribute_names: list[str]
+    empty_boxes: frozenset[str]  # ids of the skipped annotations
+
+
 class CocoInstances:
     """An instances file of COCO, RefCOCO, RefCOCO+ or RefCOCOg.
 
@@ -114,10 +125,24 @@ class CocoInstances:
 
     The images are in the order of the file, and `category_ids` are sorted; the position is the class. `attribute_names`
     are empty if the file has no attributes.
+
+    Args:
+        folder: of a table, from which later starts read a large file; None: there is none.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, folder: Path | None = None) -> None:
         self.path = user_path(path)
+        encoded_names, ids, rows, ends, data = tabulate([self.path], folder, ["instances"], self._read)
+        names = msgspec.msgpack.decode(encoded_names, type=_Names)
+        self.category_ids = names.category_ids
+        self.class_names = names.class_names
+        self.attribute_names = names.attribute_names
+        self.empty_boxes = names.empty_boxes
+        self.images = SerializedList.from_arrays(ends, data, CocoImage)
+        self._rows = RowIndex.from_arrays(ids, rows)
+
+    def _read(self) -> list[np.ndarray]:
+        """Return the names, as bytes of MessagePack, the arrays of the images' ids, and those of the images."""
         content = read_json(self.path, InstancesFile)
         root = content.root_category()
         if root is not None:
@@ -125,10 +150,10 @@ class CocoInstances:
                 "%s: the category '%s' is Roboflow's name of the project, not a class.", self.path, root.name
             )
         categories = [category for category in content.categories if category is not root]
-        self.category_ids, self.class_names = self._names(categories, "category")
-        attribute_ids, self.attribute_names = self._names(content.attributes or [], "attribute")
+        category_ids, class_names = self._names(categories, "category")
+        attribute_ids, attribute_names = self._names(content.attributes or [], "attribute")
         # 12 and "12" are the same id, because some tools write strings in one list only
-        class_of = {str(category): index for index, category in enumerate(self.category_ids)}
+        class_of = {str(category): index for index, category in enumerate(category_ids)}
         attribute_of = {str(attribute): index for index, attribute in enumerate(attribute_ids)}
         require_unique((str(image.id) for image in content.images), f"{self.path}: image")
         require_unique((row.id for row in content.annotations), f"{self.path}: annotation")
@@ -167,7 +192,6 @@ class CocoInstances:
                 area=row.area,
             )
             image.objects.append(annotation)
-        self.empty_boxes = frozenset(map(str, empty_ids))  # ids of the skipped annotations, as strings
         if empty_ids:
             logger.warning("%s: skipped %d annotations with empty boxes: %s", self.path, len(empty_ids), empty_ids)
         check_file_boxes(
@@ -176,8 +200,9 @@ class CocoInstances:
             image_ids,
             str(self.path),
         )
-        self.images = SerializedList(images.values(), CocoImage)
-        self._rows = RowIndex(images)
+        names = _Names(category_ids, class_names, attribute_names, frozenset(map(str, empty_ids)))
+        encoded_names = np.frombuffer(msgspec.msgpack.encode(names), dtype=np.uint8)
+        return [encoded_names, *RowIndex(images).arrays, *SerializedList(images.values(), CocoImage).arrays]
 
     def _names(self, rows: Sequence[_NamedId], what: str) -> tuple[list[Id], list[str]]:
         """Return the ids, sorted with numbers before strings, and their names."""
@@ -258,7 +283,7 @@ def open_instances(
             meanings.
     """
     paths = [files.path("instances", **values) for values in split_values]
-    opened = {path: CocoInstances(path) for path in dict.fromkeys(paths)}
+    opened = {path: CocoInstances(path, files.index_folder) for path in dict.fromkeys(paths)}
     first = opened[paths[0]]
     for path, instances in opened.items():
         if instances.class_names != first.class_names:
@@ -284,7 +309,7 @@ class CocoDetectionDataset(VLDataset):
     box_sources = (BoxSource.ONLINE,)  # the detector's boxes are evaluated
 
     def __init__(self, files: DataFiles, options: NoDatasetConfig, split: str, needs: DataNeeds) -> None:
-        self.instances = CocoInstances(files.path("instances", split=split))
+        self.instances = CocoInstances(files.path("instances", split=split), files.index_folder)
         self.folder = files.path("images", split=split)
         needs_objects = needs.training and not files.settings.keep_empty_images
         self.groups = []

@@ -192,7 +192,7 @@ class RefCOCODataset(RecordDataset):
 
     def __init__(self, files: DataFiles, options: NoDatasetConfig, split: str, needs: DataNeeds) -> None:
         self.folder = files.path("images")
-        self.instances = CocoInstances(files.path("instances"))
+        self.instances = CocoInstances(files.path("instances"), files.index_folder)
         path = files.path("refs")
         all_expressions = read_expressions(path, self.instances)
         expressions = [expression for expression in all_expressions if split_contains(split, expression.split)]

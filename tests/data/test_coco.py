@@ -12,7 +12,7 @@ from e2e_vl.config import DataConfig
 from e2e_vl.data.base import open_options
 from e2e_vl.data.coco import CocoDetectionDataset, CocoInstances
 from e2e_vl.predictions import TrueObject
-from tests.data.helpers import open_dataset, refused
+from tests.data.helpers import assert_same_from_tables, open_dataset, refused
 
 NO_OBJECTS = {"id": 11, "file_name": "eleven.png", "width": 30, "height": 20}
 
@@ -37,6 +37,18 @@ def test_every_image_and_annotation_is_what_the_file_says(tiny):
     assert objects.ids == (100, 101, 102) and objects.names == ("square", "square", "box")
     np.testing.assert_array_equal(objects.attributes, [[1, -1], [0, 2], [-1, -1]])
     assert instances.objects("11").boxes.shape == (0, 4)
+
+
+def test_a_table_gives_the_same_objects_and_names(tiny, monkeypatch, caplog):
+    tiny.instances["annotations"].append(tiny.instances["annotations"][0] | {"id": 999, "bbox": [1, 1, 0, 5]})
+    folder = tiny.images_root.parent
+    tiny.write()
+    assert_same_from_tables(folder, monkeypatch, caplog, lambda: dataset_of(tiny))
+    expected = CocoInstances(tiny.instances_file)
+    mapped = CocoInstances(tiny.instances_file, folder / "index")
+    for name in ("category_ids", "class_names", "attribute_names", "empty_boxes"):
+        assert getattr(mapped, name) == getattr(expected, name)
+    assert mapped.empty_boxes == {"999"} and mapped["7"] == expected[7] and 8 not in mapped
 
 
 def add_root(content: dict) -> None:
