@@ -58,7 +58,8 @@ def reading(path: str | Path, *damage: type[Exception]) -> Iterator[None]:
     except UserError:
         raise
     except FileNotFoundError as error:
-        raise MissingFileError(f"{path}: no such file; check the path.") from error
+        where = "" if Path(path).is_absolute() else f" in {Path.cwd()}"
+        raise MissingFileError(f"{path}: no such file{where}; check the path.") from error
     except damage as error:
         raise UserError(f"{path}: damaged or in another format ({first_line(error)}); replace the file.") from error
 

@@ -12,16 +12,21 @@ See `e2e-vl COMMAND --help`. `e2e-vl train --num-processes N` starts several pro
 from __future__ import annotations
 
 import argparse
+import difflib
 import functools
 import importlib
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
+
+from typing_extensions import override
 
 from detector.errors import StoppedRunError, UserError
 from e2e_vl import __version__
+from e2e_vl.registry import check_name
 from e2e_vl.terminal import LAUNCHED, LOST_PROCESS, lasting_output, make_stopped_error, stopped_by_signals
 
 # errors whose message is shown without a traceback
@@ -30,15 +35,39 @@ EXPECTED_ERRORS = (UserError, ChildProcessError, ConnectionError, FloatingPointE
 CONNECTION_LOST = ("Connection closed by peer", "Connection reset by peer", "Socket closed", "remote process exited")
 
 
-def make_parser(doc: str, prog: str | None = None) -> argparse.ArgumentParser:
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are one sentence, followed by the first example of the help instead of all options."""
+
+    @override
+    def error(self, message: str) -> NoReturn:
+        """Print a mistake with an example, and exit with status 2."""
+        for word in re.findall(r"(?<!\S)--[\w-]+", message.partition("unrecognized arguments:")[2]):
+            message += suggest_option(self, word)
+        example = re.search(r"^ {4}(\S.*(?:\\\n.*)*)", self.description, re.MULTILINE)
+        if example is not None:
+            message += f"\nexample: {example[1]}"
+        self.exit(2, f"error: {message}\n{self.prog} --help explains every option.\n")
+
+
+def suggest_option(parser: argparse.ArgumentParser, word: str) -> str:
+    """Return a question that names the option nearest to a mistyped one; "" if none is near."""
+    options = re.findall(r"--[\w-]+", parser.format_help())
+    nearest = difflib.get_close_matches(word, options, n=1, cutoff=0.75)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
+
+
+def make_parser(doc: str, prog: str | None = None) -> CommandParser:
     """Make a parser whose help begins with `doc`, unformatted; `prog` None = the name of the script."""
-    return argparse.ArgumentParser(prog=prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return CommandParser(prog=prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def parse_with_settings(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
     """Parse options and `key=value` settings, which may be mixed."""
     args, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
+        suggestion = suggest_option(parser, unknown[0])
+        if suggestion:
+            raise UserError(f"There is no option {unknown[0]}{suggestion}")
         key, _, value = unknown[0].lstrip("-").partition("=")
         if not value:
             value = next((word for word in args.overrides if "=" not in word), "VALUE")
@@ -114,6 +143,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run the named command, and return its exit status."""
     words = sys.argv[1:] if argv is None else argv
     parser = make_parser(__doc__, "e2e-vl")
+    if words and not words[0].startswith("-"):
+        try:
+            check_name(words[0], COMMANDS, "The command")
+        except UserError as error:
+            parser.error(str(error))
     parser.add_argument("--version", action="version", version=f"e2e-vl {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, text) in COMMANDS.items():

@@ -12,7 +12,7 @@ import argparse
 import json
 from pathlib import Path
 
-from e2e_vl.cli.main import print_errors
+from e2e_vl.cli.main import CommandParser, print_errors
 from e2e_vl.registry import decode
 from e2e_vl.synthetic.config import LanguageConfig, RenderingConfig, SceneConfig
 from e2e_vl.synthetic.generate import FORMATS, make_scenes
@@ -36,7 +36,7 @@ RENDERING = {
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     scene = SceneConfig()
     rendering = RenderingConfig()
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=prog, description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")

@@ -383,8 +383,14 @@ def build_examples(
     boxes: BoxSource | str,
     training: bool = False,
 ) -> EncodedDataset:
-    """Return the examples of a split; training adds random resizing, horizontal flips and detection targets."""
+    """Return the examples of a split; training adds random resizing, horizontal flips and detection targets.
+
+    Synthetic data are drawn if the folder `data.root` does not exist: the bundled demo has none.
+    """
     boxes = BoxSource(boxes)
+    if config.data.synthetic.scenes and not user_path(config.data.root, "data.root").exists():
+        logger.warning("%s does not exist, so the scenes of this run are drawn there first.", config.data.root)
+        make_synthetic_data(config)
     dataset = open_split(config, split, boxes, training=training)
     if model.task.predicts_classes and not training:
         dataset.check_classes(model.detector.num_classes, model.detector.class_names)

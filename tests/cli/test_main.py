@@ -62,6 +62,8 @@ NEAR = "there is no setting 'train.learning_rate'; train has images_per_batch, "
 WRONG = {  # words after e2e-vl -> part of the one sentence
     f"train --config {TINY} train.learning_rate=1": NEAR,
     f"train --config {TINY} --train.lr 1e-3": "a setting has no dashes: train.lr=1e-3.",
+    f"train --config {TINY} --rseume": "There is no option --rseume; did you mean --resume?",
+    "ask --run x --json nope.json": f"nope.json: no such file in {ROOT}; check the path.",
     f"train --config {TINY} output=docs": "docs contains a run or other files; continue with --resume",
     f"train --config {TINY} detector.overrides.MODEL.RESNETS.DEPHT=50": "MODEL.RESNETS.DEPHT",
     f"train --config {TINY} task.name=refcco": "name 'refcco' is unknown; there is refcoco",
@@ -97,6 +99,7 @@ def answers(tmp_path_factory) -> dict[str, tuple[int, str, list[str]]]:
     save_config(load_config(ROOT / TINY), run / "model" / "config.yaml")
     calls = {usage: ["e2e_vl", *words] for usage, words in HELP.items()}
     calls |= {script: [script, "--help"] for script in SCRIPTS}
+    calls["positional"] = ["e2e_vl", "ask", "demo", "photo.jpg", "the small circle"]
     calls |= {name: ["e2e_vl", name, *words.split(), "--nonsense"] for name, words in REQUIRED.items()}
     calls["trian"] = ["e2e_vl", "trian"]
     calls |= {words: ["e2e_vl", *words.replace("RUN", str(run)).split()] for words in WRONG}
@@ -119,14 +122,23 @@ def test_version(capsys):
 
 def test_an_unknown_command_is_answered_with_the_known_ones(answers):
     status, printed, imported = answers["trian"]
-    assert (status, imported) == (2, []) and all(f"'{name}'" in printed for name in ("trian", *COMMANDS))
+    assert (status, imported) == (2, []) and all(name in printed for name in COMMANDS)
+    assert "The command 'trian' is unknown" in printed and "did you mean 'train'?" in printed
+
+
+def test_what_a_call_lacks_is_said_with_an_example(answers):
+    status, printed, imported = answers["positional"]
+    assert (status, imported) == (2, [])
+    assert printed.startswith(
+        "error: the following arguments are required: --run\nexample: e2e-vl ask --run RUN --image"
+    )
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_wrong_option_is_answered_at_once(answers, name):
     status, printed, imported = answers[name]
     assert (status, imported) == (2, [])
-    assert "--nonsense" in printed.rstrip().rpartition("error: ")[2]
+    assert "--nonsense" in printed.rstrip().rpartition("error: ")[2] and "usage: " not in printed
 
 
 @pytest.mark.parametrize("words", WRONG)

@@ -39,6 +39,16 @@ def test_evaluating_a_run_gives_the_numbers_of_its_training(trained_run, boxes, 
     assert_same(read_json(path), predictions_of(trained_run.path, f"val_{boxes}"))
 
 
+def test_scenes_of_a_run_are_drawn_where_they_are_missing(trained_run, tmp_path, caplog):
+    """As for the bundled demo, which comes without its scenes."""
+    root = tmp_path / "elsewhere"
+    metrics, _ = evaluate_run(
+        trained_run.path, split="val", boxes="gt", output=tmp_path / "p.json", overrides=[f"data.root={root}"]
+    )
+    assert_same(metrics, {name: trained_run.metrics[name] for name in metrics})
+    assert f"{root} does not exist, so the scenes of this run are drawn there first." in caplog.text
+
+
 def test_boxes_of_a_detector_that_never_learned_to_find_any_are_warned_of(tiny_config, trained_run, caplog):
     words = ("detector.loss_weight=0", "data.boxes.train=gt", "train={max_steps: 1, trackers: []}", "eval.boxes=[]")
     config = tiny_config(*words)
