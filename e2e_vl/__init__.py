@@ -10,6 +10,7 @@ answer.box, answer.score, answer.draw()
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,25 +19,48 @@ from e2e_vl.registry import ENCODERS
 if TYPE_CHECKING:
     from e2e_vl.api.detector import TrainedDetector
     from e2e_vl.api.model import TrainedModel
+    from e2e_vl.samples import ImageBytes
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "load", "load_detector", "register_encoders"]
+__all__ = ["__version__", "load", "load_detector", "register_encoders", "video_frames"]
 
 
-def load(source: str | Path, device: Any = None, dtype: Any = None) -> TrainedModel:
+def load(
+    source: str | Path,
+    device: Any = None,
+    dtype: Any = None,
+    *,
+    config: str | Path | None = None,
+    answers: str | Path | list[str] | None = None,
+    detector: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+) -> TrainedModel:
     """Load a trained model.
 
     Args:
         source: a run directory of e2e-vl train, a folder that `save_pretrained` wrote, a name on the Hugging Face
-            hub, or "demo", the model of drawn scenes that comes along.
+            hub, "demo" (the model of drawn scenes that comes along), or a published checkpoint of LXMERT, VisualBERT
+            or VL-BERT: a file of the official code, or a folder of transformers.
         device: "cpu", "cuda", "cuda:1", "mps", a number of a GPU, or a torch.device; None = the CUDA GPU if there is
             one, else the CPU.
         dtype: float32, bfloat16 or float16, by name or as a dtype of torch, to compute in where that is safe; weights
             and boxes stay float32. None = the run's mixed precision.
+        config: of a published checkpoint: the config of its model; None = the one for its task.
+        answers: of a published checkpoint: the answers of its head in the order of the classes, a list or a file.
+        detector: of a published checkpoint: weights of the detector, by name or file; None = those of the config.
+        tokenizer: of a published checkpoint: a vocab.txt, a folder or a name; None = that of the config.
     """
     from e2e_vl.api.model import load as load_trained  # torch and transformers take seconds to import
 
-    return load_trained(source, device, dtype)
+    published = {"config": config, "answers": answers, "detector": detector, "tokenizer": tokenizer}
+    return load_trained(source, device, dtype, **published)
+
+
+def video_frames(video: str | Path, frames_per_second: float = 1.0) -> Iterator[ImageBytes]:
+    """Yield frames of a video file at a rate, for `model(video_frames("clip.mp4"), "the red car")`."""
+    from e2e_vl.data.videos import read_frames  # late, as above
+
+    return read_frames(video, frames_per_second)
 
 
 def load_detector(

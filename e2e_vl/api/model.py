@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
@@ -24,7 +25,7 @@ from detector.errors import MissingFileError, UserError, first_line
 from detector.images import ResizeRule
 from detector.io import atomic_files, read_json, read_yaml, write_json
 from e2e_vl.api.detector import TrainedDetector
-from e2e_vl.api.questions import check_top_k, make_questions
+from e2e_vl.api.questions import check_min_score, check_top_k, make_questions
 from e2e_vl.api.results import GREY, Answer, ExampleScene, ImageRegions, Region, box_marks, draw_on
 from e2e_vl.api.sharing import MODEL_CARD, without_absolute_paths
 from e2e_vl.config import BoxSource, RunConfig
@@ -43,6 +44,7 @@ from e2e_vl.run.checkpoint import load_model, save_model
 from e2e_vl.run.devices import choose_device, choose_precision, computing_in
 from e2e_vl.run.evaluate import find_sure_threshold
 from e2e_vl.run.metric_names import MetricName, metrics_from_json
+from e2e_vl.run.published import build_published, find_published
 from e2e_vl.samples import BrokenImageError, Question, Sample
 from e2e_vl.structures import Batch, ModelOutput, class_names_of
 from e2e_vl.tasks.phrase_head import add_grounded_phrases
@@ -194,6 +196,7 @@ class TrainedModel(
         choices: Sequence[Any] = (),
         answer: Any = None,
         top_k: int | None = None,
+        min_score: float | None = None,
     ) -> Answer | list[Answer]:
         """Answer texts about images with a box, the best answers, the best choice, or the words at each [MASK].
 
@@ -210,12 +213,20 @@ class TrainedModel(
             choices: the texts to choose from (VCR); one list for all questions, or one per question.
             answer: the answer to justify, if the model chooses rationales (VCR); one for all questions, or a list.
             top_k: number of `top_answers`, or of `top_boxes` for a task that predicts a box; at least 1.
+            min_score: lowest score of `top_answers` and `top_boxes`, 0 to 1; a task that predicts a box then returns
+                all such boxes, unless `top_k` is stated. The best answer itself stays, whatever its score.
 
         Returns:
             One answer; or a list of answers in the order of the questions, if there are many images or texts.
         """
         questions, is_list = make_questions(image, text, boxes, choices, answer)
-        answers = self._answer_with_warnings(questions, check_top_k(top_k))
+        top_k = check_top_k(top_k)
+        min_score = check_min_score(min_score)
+        if min_score is not None and top_k is None and self.network.task.predicts_box:
+            top_k = sys.maxsize
+        answers = self._answer_with_warnings(questions, top_k)
+        if min_score is not None:
+            answers = [answer.from_score(min_score) for answer in answers]
         return answers if is_list else answers[0]
 
     __call__ = ask
@@ -644,11 +655,23 @@ def load(
     source: str | Path,
     device: str | int | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
+    **published: Any,
 ) -> TrainedModel:
-    """Load a run directory, a saved model folder, or a model of the Hugging Face hub; see `e2e_vl.load`."""
+    """Load a run, a saved model, a model of the hub or a published checkpoint; see `e2e_vl.load`.
+
+    `published`: options of a published checkpoint, see `build_published`; those that are None are not stated.
+    """
     device = choose_device(device)  # before a download
+    weights = find_published(source)
+    if weights is not None:
+        return TrainedModel(
+            *build_published(weights, **published), source=weights, name=str(source), device=device, dtype=dtype
+        )
     folder = find_run(source)
     if folder is not None:
+        stated = [name for name, value in published.items() if value is not None]
+        if stated:
+            raise UserError(f"{source} has its own {stated[0]}; leave out {stated[0]}, which published files need.")
         return TrainedModel.from_folder(folder, device, dtype)
     try:
         folder = snapshot_download(str(source))
@@ -657,4 +680,9 @@ def load(
             f"{source} is neither a local folder nor a model that could be loaded from the hub "
             f"({first_line(error)}); check the name and the connection, or give a run directory."
         ) from error
+    weights = find_published(folder)
+    if weights is not None:
+        return TrainedModel(
+            *build_published(weights, **published), source=weights, name=str(source), device=device, dtype=dtype
+        )
     return TrainedModel.from_folder(folder, device, dtype, name=str(source))

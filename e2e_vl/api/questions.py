@@ -98,3 +98,12 @@ def check_top_k(top_k: Any) -> int | None:
     if number < 1 or isinstance(top_k, bool):
         raise UserError(f"top_k={top_k!r} must be an integer of at least 1, or None for the task's own number.")
     return number
+
+
+def check_min_score(min_score: Any) -> float | None:
+    """Return the lowest score of an answer, 0 to 1; None: there is no limit."""
+    if min_score is None:
+        return None
+    if isinstance(min_score, bool) or not isinstance(min_score, int | float | np.number) or not 0 <= min_score <= 1:
+        raise UserError(f"min_score={min_score!r} must be a number from 0 to 1, or None for no limit.")
+    return float(min_score)

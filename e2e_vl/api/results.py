@@ -84,6 +84,11 @@ class Answer:
             phrases.append(msgspec.structs.replace(phrase, box=box))
         return phrases
 
+    def from_score(self, min_score: float) -> Answer:
+        """Return the answer with only those `top_answers` and `top_boxes` that score at least `min_score`."""
+        count = sum(score >= min_score for _, score in self.top_answers)  # best first
+        return dataclasses.replace(self, top_answers=self.top_answers[:count], top_boxes=self.top_boxes[:count])
+
     def draw(self, image: int = 0) -> Image.Image:
         """Draw the boxes of the answer, or else the regions with the most attention.
 
@@ -114,6 +119,10 @@ class Answer:
             boxes.append(box)
             labels.append(label)
         return draw_on(self.images[image], boxes, labels, title, covered, phrases)
+
+    def show(self, image: int = 0) -> None:
+        """Show the picture of `draw` in the viewer of the system, as `PIL.Image.show` does."""
+        self.draw(image).show()
 
     def attended_regions(self, image: int = 0) -> list[tuple[str, np.ndarray]]:
         """Return label and box of the regions of an image with the most attention, highest first; no masked ones."""
@@ -266,6 +275,10 @@ class ImageRegions:
         attributes = self.attributes or [""] * len(self)
         labels = [f"{attributes[row]} {self.names[row]} {self.scores[row]:.2f}".strip() for row in rows]
         return draw_on(self.image, self.boxes[rows], labels, self.warning)
+
+    def show(self) -> None:
+        """Show the picture of `draw` in the viewer of the system, as `PIL.Image.show` does."""
+        self.draw().show()
 
     def _repr_png_(self) -> bytes:
         """Return the content of a PNG file, for notebooks."""

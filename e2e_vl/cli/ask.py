@@ -5,12 +5,14 @@
     e2e-vl ask --run RUN --image IMAGE --text "Why is [0] there ?" --choices A B C D --boxes FILE
     e2e-vl ask --run RUN --image IMAGE --text "a [MASK] circle next to a square" --mask 10,20,60,80
     e2e-vl ask --run RUN --image DIR --text "the small red circle" --output DIR
+    e2e-vl ask --run RUN --image clip.mp4 --fps 2 --text "the small red circle" --output DIR
     e2e-vl ask --run RUN --json questions.json --output DIR
 
 Prints the answers, best first; with phrase grounding, also the region of each phrase and its share of the attention.
 Several images, a folder with its subfolders (in natural order: 2.jpg before 10.jpg) or a pattern share one text; with
 --pair, the text is about both images. --json is a list of {"image": FILE, "text": TEXT}, with addresses or paths
-relative to the JSON file. The model is loaded once, and the detector runs once per image. Answers that are too
+relative to the JSON file. Of a video file, --fps frames per second are asked about, in order of time; its frames as
+image files are a folder. The model is loaded once, and the detector runs once per image. Answers that are too
 uncertain to rely on are marked "(unsure)". Unreadable images, and missing ones of --json, are skipped and listed at the
 end; the exit status is then 2.
 
@@ -37,6 +39,7 @@ from detector.io import read_json, write_json
 from e2e_vl.cli.main import make_parser, print_errors
 from e2e_vl.data.user_images import ImageFile, find_images, to_image_file
 from e2e_vl.data.user_inputs import read_boxes
+from e2e_vl.data.videos import is_video, read_frames
 from e2e_vl.io import find_run, write_png
 from e2e_vl.samples import Question
 
@@ -51,9 +54,10 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         "--run", required=True, help="run directory of e2e-vl train, a saved model, or a model of the hub"
     )
     images = parser.add_mutually_exclusive_group(required=True)
-    image_help = "image files, addresses, folders, or patterns such as 'photos/*.jpg'"
+    image_help = "image or video files, addresses, folders, or patterns such as 'photos/*.jpg'"
     images.add_argument("--image", nargs="+", help=image_help)
     images.add_argument("--json", type=Path, metavar="FILE", help="images and texts, instead of --image and --text")
+    parser.add_argument("--fps", type=float, help="frames per second of a video (default: 1)")
     parser.add_argument("--text", help="phrase, question, or a caption with [MASK]")
     parser.add_argument("--pair", action="store_true", help="the two images belong to one text")
     parser.add_argument(
@@ -126,7 +130,7 @@ def read_questions(args: argparse.Namespace) -> list[Question]:
     elif args.pair:
         pairs.append((tuple(map(to_image_file, args.image)), args.text))
     else:
-        pairs = [((image,), args.text) for image in find_images(args.image)]
+        pairs = [((image,), args.text) for image in find_images_and_frames(args.image, args.fps)]
     if not pairs:
         raise UserError(f"{args.json}: the list is empty; give at least one question.")
     boxes = None
@@ -148,6 +152,19 @@ def read_questions(args: argparse.Namespace) -> list[Question]:
         )
         questions.append(question)
     return questions
+
+
+def find_images_and_frames(sources: list[str], frames_per_second: float | None) -> list[ImageFile]:
+    """Return the images that --image names, and the frames of its videos, in the order of the arguments."""
+    if frames_per_second is not None and not any(map(is_video, sources)):
+        raise UserError("--fps is for a video file, and --image names none; leave it out.")
+    images: list[ImageFile] = []
+    for source in sources:
+        if is_video(source):
+            images += read_frames(source, frames_per_second or 1.0)
+        else:
+            images += find_images([source])
+    return images
 
 
 def image_of_entry(entry: QuestionEntry, folder: Path) -> ImageFile:

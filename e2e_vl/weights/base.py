@@ -60,6 +60,8 @@ class WeightAdapter(abc.ABC):
     layout: ClassVar[str]  # name of the format in reports
     suffix: ClassVar[str | None] = None  # of exported files; None: no export
     required: Sequence[str] = ("",)  # must be in a checkpoint; other parameters may stay random
+    # task of a whole model -> name of its config, to ask the model from pixels; empty: no whole model
+    question_configs: ClassVar[Mapping[str, str]] = {}
 
     # the next four also apply to checkpoints of this project
     checked_fields: ClassVar[tuple[str, ...]] = ()  # config fields that must agree and that no weight shape shows

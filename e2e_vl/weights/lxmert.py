@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from transformers.models.lxmert.configuration_lxmert import LxmertConfig
@@ -89,6 +89,7 @@ class OfficialLxmert(WeightAdapter):
 
     layout = "LXMERT"
     suffix = ".pth"
+    question_configs: ClassVar[Mapping[str, str]] = {"vqa": "vqa/lxmert_pixels", "nlvr2": "nlvr2/lxmert_pixels"}
     checked_fields = ("num_attention_heads", "hidden_act", "layer_norm_eps")
     segment_tables = (SEGMENTS,)
 

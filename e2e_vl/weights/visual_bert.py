@@ -101,6 +101,10 @@ class OfficialVisualBert(WeightAdapter):
 
     layout = "VisualBERT"
     suffix = ".th"
+    question_configs: ClassVar[Mapping[str, str]] = {
+        "vqa": "vqa/visual_bert_pixels",
+        "nlvr2": "nlvr2/visual_bert_pixels",
+    }
     checked_fields = ("num_attention_heads", "hidden_act", "layer_norm_eps", "region_position", "region_types")
     # values of the encoder's config that the other project implements
     required_config: ClassVar[dict[str, Any]] = {

@@ -125,6 +125,10 @@ class OfficialVLBert(WeightAdapter):
 
     layout = "VL-BERT"
     suffix = ".model"
+    question_configs: ClassVar[Mapping[str, str]] = {
+        "vqa": "vqa/vl_bert_base_pixels",
+        "refcoco": "refcoco/vl_bert_base",
+    }
     checked_fields = (
         "num_attention_heads",
         "hidden_act",

@@ -151,6 +151,34 @@ def test_the_best_answers(model, records, vqa_run):
     assert [len(questions.ask(image, "what is it ?", top_k=k).top_answers) for k in (1, 6)] == [1, 6]
 
 
+def test_the_best_answers_from_a_score_on(model, records, vqa_run):
+    image = records[0]["file_name"]
+    every = model.ask(image, "the star", top_k=1000)
+    middle = every.top_answers[2][1]
+    best = model.ask(image, "the star", min_score=middle)
+    assert list(best.top_answers) == [answer for answer in every.top_answers if answer[1] >= middle]
+    assert np.array_equal(best.top_boxes, every.top_boxes[: len(best.top_answers)]) and len(best.top_boxes) >= 3
+    assert len(model.ask(image, "the star", top_k=2, min_score=middle).top_boxes) == 2
+    none = model.ask(image, "the star", min_score=1.0)
+    assert len(none.top_answers) == len(none.top_boxes) == 0 and np.array_equal(none.box, every.box)
+    questions = e2e_vl.load(vqa_run)
+    score = questions.ask(image, "what is it ?").score
+    assert len(questions.ask(image, "what is it ?", min_score=score).top_answers) == 1
+    for wrong in (-0.1, 30, True, "0.3"):
+        with pytest.raises(UserError, match="min_score"):
+            model.ask(image, "the star", min_score=wrong)
+
+
+def test_show_opens_the_picture_of_draw(model, records, monkeypatch):
+    shown = []
+    monkeypatch.setattr(Image.Image, "show", lambda picture: shown.append(picture.size))
+    answer = model.ask(records[0]["file_name"], "the star")
+    answer.show()
+    regions = model.regions(records[0]["file_name"])
+    regions.show()
+    assert shown == [answer.draw().size, regions.draw().size]
+
+
 def test_boxes_are_arrays(model, records):
     answer = model.ask(records[0]["file_name"], records[0]["text"])
     boxes = [
