@@ -30,7 +30,7 @@ from e2e_vl.config_files import CONFIGS, load_config
 from e2e_vl.data.official_sizes import find_official_split, name_number
 from e2e_vl.data.overlap import GlobalImageId, ImageIdLookup, read_visual_genome
 from e2e_vl.samples import EntityPhrases, ReferredBoxes
-from e2e_vl.scoring.answers import AnswerFile, read_answers
+from e2e_vl.scoring.answers import Answer, AnswerFile, read_answers
 from e2e_vl.scoring.coordinates import LAYOUTS, PIXELS, SCALES, choose_scale, require_upright, to_corners, to_pixels
 from e2e_vl.scoring.intervals import PERCENT, RESAMPLES, SEED
 from e2e_vl.scoring.matching import match, read_questions
@@ -164,20 +164,21 @@ def score_referring(
     layout = args.boxes or file.layout
     scale = scale_of(args, file, layout, truths.texts, matches.answers)
     report.facts |= {"format": file.kind, "boxes": layout, "coordinates": scale}
-    source = "stated" if args.coordinates else "the format's" if file.scale else "found from all boxes of the file"
+    source = "stated" if args.coordinates else "the format's" if file.is_pixels else "found from all boxes of the file"
     report.lines.append(f"{args.predictions}: {file.kind}; boxes {layout}, coordinates {scale} ({source})")
     is_generalized = any(len(text.truth.boxes) != 1 for text in truths.texts)
     has_scores = any(answer is not None and answer.scores is not None for answer in matches.answers)
     min_score = args.min_score
     if is_generalized and min_score is None and has_scores:
         min_score = GREC_MIN_SCORE
+    if min_score is not None and not is_generalized:
+        raise UserError("--min-score is for expressions about no or several objects; the others have one best box.")
     texts = []
     predictions = []
     for text, answer in zip(truths.texts, matches.answers, strict=True):
         if answer is not None or counted == "all":
             texts.append(text)
-            threshold = min_score if is_generalized else None
-            predictions.append(predicted_boxes(answer, text, layout, scale, threshold))
+            predictions.append(predicted_boxes(answer, text, layout, scale, min_score))
     add_box_counts(texts, predictions, report)
     report.facts["iou"] = args.iou
     if is_generalized:
@@ -225,7 +226,7 @@ def score_phrases(
     all_corners = np.concatenate([boxes for phrases in corners for boxes in phrases])
     box_counts = [sum(map(len, phrases)) for phrases in corners]
     all_sizes = np.repeat(np.array([text.size for text in texts]), box_counts, axis=0)
-    scale = args.coordinates or choose_scale(all_corners, all_sizes, PIXELS, str(args.predictions))
+    scale = args.coordinates or choose_scale(all_corners, all_sizes, True, str(args.predictions))
     report.facts |= {"format": kind, "boxes": layout, "coordinates": scale, "iou": "continuous"}
     report.lines.append(f"{args.predictions}: {kind}; boxes {layout}, coordinates {scale}")
     report.lines.append("IoU: continuous, at least 0.5 with any box of the phrase, or with the box around all of them")
@@ -290,21 +291,21 @@ def check_records(
 
 
 def scale_of(
-    args: argparse.Namespace, file: AnswerFile, layout: str, texts: Sequence[TrueText], answers: Sequence[Any]
+    args: argparse.Namespace, file: AnswerFile, layout: str, texts: Sequence[TrueText], answers: Sequence[Answer | None]
 ) -> str:
     """Return the scale of the boxes of a file, as it is stated or as all of them show."""
-    corners = [np.zeros((0, 4))]
-    sizes = [np.zeros((0, 2), dtype=np.int64)]
+    boxes = []
+    sizes = []
     for text, answer in zip(texts, answers, strict=True):
-        if answer is not None:
-            corners.append(to_corners(answer.boxes, layout))
-            sizes.append(np.tile(text.size, (len(answer.boxes), 1)))
-    all_corners = np.concatenate(corners)
+        if answer is not None and answer.best_box is not None:
+            boxes.append(answer.best_box)
+            sizes.append(text.size)
+    corners = to_corners(boxes, layout)
     if args.boxes is None:
-        require_upright(all_corners, layout, str(args.predictions))
+        require_upright(corners, layout, str(args.predictions))
     if args.coordinates is not None:
         return args.coordinates
-    return choose_scale(all_corners, np.concatenate(sizes), file.scale, str(args.predictions))
+    return choose_scale(corners, np.array(sizes).reshape(-1, 2), file.is_pixels, str(args.predictions))
 
 
 def add_box_counts(texts: Sequence[TrueText], predictions: Sequence[PredictedBoxes], report: Report) -> None:

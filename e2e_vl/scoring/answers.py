@@ -25,7 +25,6 @@ from e2e_vl.io import read_text
 from e2e_vl.metrics.refcoco import ReferringPrediction
 from e2e_vl.predictions import read_predictions, with_target
 from e2e_vl.scoring.boxes_in_text import find_boxes
-from e2e_vl.scoring.coordinates import PIXELS
 
 BOX_KEYS = ("box", "bbox", "boxes", "bboxes", "pred_box", "pred_bbox", "pred_boxes", "bbox_2d")
 TEXT_KEYS = ("response", "answer", "prediction", "pred", "output", "completion", "generated_text", "model_output")
@@ -49,6 +48,15 @@ class Answer:
     scores: Sequence[float] | None = None
     candidates: Sequence[Sequence[float]] | None = None  # None: the boxes themselves
 
+    @property
+    def best_box(self) -> Sequence[float] | None:
+        """The box with the highest score, or the first one; None: there is no box."""
+        if not self.boxes:
+            return None
+        if self.scores is None:
+            return self.boxes[0]
+        return self.boxes[self.scores.index(max(self.scores))]
+
     def says_the_same(self, other: Answer) -> bool:
         return self.boxes == other.boxes and self.scores == other.scores
 
@@ -61,8 +69,7 @@ class AnswerFile:
     kind: str  # the format in words
     answers: list[Answer]
     layout: str = "xyxy"
-    scale: str | None = PIXELS  # None: the format says nothing
-    first_is_best: bool = False  # the boxes are chosen already: scores do not select among them
+    is_pixels: bool = True  # the format says so; False: it says nothing of the scale
 
 
 def read_rows(path: Path) -> Any:
@@ -91,7 +98,7 @@ def read_answers(path: Path, answer_key: str | None = None) -> AnswerFile:
         raise UserError(f"{path}: it is no list of predictions; see docs/scoring.md for the formats.")
     first = content[0]
     if any(row.get("type") == ReferringPrediction.__name__ for row in content):
-        return AnswerFile(path, "a run of this package", _answers_of_run(path), first_is_best=True)
+        return AnswerFile(path, "a run of this package", _answers_of_run(path))
     if answer_key is None and {"image_id", "bbox", "score"} <= first.keys() and not _text_keys(first):
         return AnswerFile(path, "COCO results", _answers_of_results(path, content), layout="xywh")
     if answer_key is None and "pred_instances" in first:
@@ -99,7 +106,7 @@ def read_answers(path: Path, answer_key: str | None = None) -> AnswerFile:
     key = answer_key or _find_answer_key(path, first)
     answers = [_answer_of_row(path, number, row, key) for number, row in enumerate(content)]
     if any(_is_text(row.get(key)) for row in content):
-        return AnswerFile(path, f"texts under {key!r}", answers, scale=None)
+        return AnswerFile(path, f"texts under {key!r}", answers, is_pixels=False)
     return AnswerFile(path, f"boxes under {key!r}", answers)
 
 
@@ -118,7 +125,8 @@ def _answers_by_id(path: Path, content: Mapping[str, Any]) -> list[Answer]:
         where = f"{path}: id {name}"
         if not isinstance(row, Mapping) or "boxes" not in row:
             raise UserError(f"{where}: it has no 'boxes'; see docs/scoring.md for the formats.")
-        answers.append(Answer(where, {"id": name}, _boxes_of(row["boxes"], where), row.get("scores")))
+        boxes = _boxes_of(row["boxes"], where)
+        answers.append(Answer(where, {"id": name}, boxes, _scores_of(row.get("scores"), boxes, where)))
     return answers
 
 
@@ -128,8 +136,9 @@ def _answers_of_results(path: Path, rows: Sequence[Mapping[str, Any]]) -> list[A
     for number, row in enumerate(rows):
         where = f"{path}: record {number}"
         name = str(row.get("image_id"))
-        boxes.setdefault(name, []).extend(_boxes_of(row.get("bbox"), where))
-        scores.setdefault(name, []).append(row.get("score"))
+        new_boxes = _boxes_of(row.get("bbox"), where)
+        boxes.setdefault(name, []).extend(new_boxes)
+        scores.setdefault(name, []).extend(_scores_of([row.get("score")], new_boxes, where))
     return [Answer(f"{path}: image_id {name}", {"id": name}, boxes[name], scores[name]) for name in boxes]
 
 
@@ -139,7 +148,8 @@ def _answers_of_instances(path: Path, rows: Sequence[Mapping[str, Any]]) -> list
         where = f"{path}: record {number}"
         instances = row.get("pred_instances") or {}
         boxes = _boxes_of(instances.get("bboxes"), where)
-        answers.append(Answer(where, _keys_of(row), boxes, instances.get("scores")))
+        scores = _scores_of(instances.get("scores"), boxes, where)
+        answers.append(Answer(where, _keys_of(row), boxes, scores))
     return answers
 
 
@@ -154,13 +164,10 @@ def _answer_of_row(path: Path, number: int, row: Mapping[str, Any], key: str) ->
         keys["words"] = question.get("answer")
     else:
         keys = _keys_of({name: value for name, value in row.items() if name != key})
-    scores = row.get("scores")
-    if scores is None and isinstance(row.get("score"), int | float):
-        scores = [row["score"]]
-    boxes = find_boxes(_text_of(value)) if _is_text(value) else _boxes_of(value, where)
-    if scores is not None and len(scores) != len(boxes):
-        scores = None  # of the text, not of its boxes
-    return Answer(where, keys, boxes, scores)
+    if _is_text(value):
+        return Answer(where, keys, find_boxes(_text_of(value)))
+    boxes = _boxes_of(value, where)
+    return Answer(where, keys, boxes, _scores_of(row.get("scores"), boxes, where))
 
 
 def _keys_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,6 +224,15 @@ def _boxes_of(value: Any, where: str) -> list[Sequence[float]]:
     if not isinstance(boxes, Sequence) or not all(_is_box(box) for box in boxes):
         raise UserError(f"{where}: {value!r} is no box of four finite numbers, and no list of them.")
     return list(boxes)
+
+
+def _scores_of(scores: Any, boxes: Sequence[Any], where: str) -> list[float] | None:
+    """Return the scores of the boxes of a record; None: it has none."""
+    if scores is None:
+        return None
+    if not isinstance(scores, list) or len(scores) != len(boxes) or not _are_numbers(scores):
+        raise UserError(f"{where}: it has {len(boxes)} boxes, but not as many finite scores.")
+    return scores
 
 
 def _is_box(box: Any) -> bool:

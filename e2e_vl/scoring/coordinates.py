@@ -14,6 +14,7 @@ PIXELS = "pixels"
 SCALES = {"0-1": 1.0, "0-100": 100.0, "0-999": 999.0, "0-1000": 1000.0}  # -> value at the right and the lower edge
 LAYOUTS = ("xyxy", "xywh")
 _MOST = 0.98  # share of the boxes that a reading must explain: models also write nonsense
+_CLEARLY_NOT = 0.8  # of the boxes that fit what a format says, below which it cannot be so
 _MARGIN = 0.05  # of a side, by which boxes in pixels may exceed their image: models see it resized to multiples of 28
 _ENOUGH = 20  # boxes that tell pixels from shares of the image
 _MAX_INVERTED = 0.1  # share of the boxes
@@ -54,48 +55,58 @@ def fitting_scales(corners: np.ndarray, sizes: np.ndarray) -> list[str]:
     """
     if len(corners) == 0:
         return []
-    widths_and_heights = np.tile(sizes[:, ::-1], 2).astype(np.float64)
-
-    def share_inside(last: np.ndarray | float, margin: float = 0.0) -> float:
-        is_inside = (corners >= -margin * last) & (corners <= (1 + margin) * last)
-        return float(is_inside.all(axis=1).mean())
-
-    if share_inside(1.0, _MARGIN) >= _MOST:
+    if share_inside(corners, 1.0, _MARGIN) >= _MOST:
         return ["0-1"]
     scales = []
     num_telling = int((sizes.min(axis=1) < 900).sum())
-    fits_pixels = share_inside(widths_and_heights, _MARGIN) >= _MOST
+    fits_pixels = share_inside_images(corners, sizes) >= _MOST
     if fits_pixels:
         scales.append(PIXELS)
-    if share_inside(100.0) >= _MOST:
+    if share_inside(corners, 100.0) >= _MOST:
         scales.append("0-100")
-    if share_inside(1000.0) >= _MOST and not (fits_pixels and num_telling >= _ENOUGH):
+    if share_inside(corners, 1000.0) >= _MOST and not (fits_pixels and num_telling >= _ENOUGH):
         last = corners[(corners <= 1000).all(axis=1)].max()
         scales += ["0-1000"] if last > 999 else ["0-999", "0-1000"]
     return scales
 
 
-def choose_scale(corners: np.ndarray, sizes: np.ndarray, format_scale: str | None, where: str) -> str:
+def share_inside(corners: np.ndarray, last: np.ndarray | float, margin: float = 0.0) -> float:
+    """Return the share of the boxes that lie between 0 and `last`, with a margin as a share of it."""
+    is_inside = (corners >= -margin * last) & (corners <= (1 + margin) * last)
+    return float(is_inside.all(axis=1).mean())
+
+
+def share_inside_images(corners: np.ndarray, sizes: np.ndarray) -> float:
+    """Return the share of the boxes that lie in their images, with a margin, if they are in pixels."""
+    return share_inside(corners, np.tile(sizes[:, ::-1], 2).astype(np.float64), _MARGIN)
+
+
+def choose_scale(corners: np.ndarray, sizes: np.ndarray, is_pixels: bool, where: str) -> str:
     """Return the scale of the boxes of a file.
 
     Args:
-        corners: float64 [R, 4].
+        corners: float64 [R, 4], the best box of each record.
         sizes: (height, width) of the image of each box, [R, 2].
-        format_scale: what the format of the file says; None: nothing, as for answers in words.
+        is_pixels: the format of the file says so; False: it says nothing, as of answers in words.
         where: the file, for error messages.
 
     Raises:
         UserError: the boxes do not fit what the format says, or several scales fit, or none.
     """
     scales = fitting_scales(corners, sizes)
-    if format_scale in scales or (format_scale is not None and len(corners) == 0):
-        return format_scale
-    if format_scale is not None:
-        reason = f"they fit {' or '.join(scales)}" if scales else "many reach far outside of their images"
-        raise UserError(
-            f"{where}: the boxes are not in {format_scale}, as this format has them: {reason}; state what they are "
-            "with --coordinates, and their layout with --boxes."
-        )
+    if is_pixels and len(corners):
+        reason = ""
+        if scales == ["0-1"]:
+            reason = "all lie between 0 and 1"
+        elif share_inside_images(corners, sizes) < _CLEARLY_NOT:
+            reason = "many reach far outside of their images"
+        if reason:
+            raise UserError(
+                f"{where}: the boxes are not in pixels, as this format has them: {reason}; state what they are with "
+                "--coordinates, and their layout with --boxes."
+            )
+    if is_pixels:
+        return PIXELS
     if len(scales) == 1:
         return scales[0]
     if not scales:

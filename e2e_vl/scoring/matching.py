@@ -102,12 +102,19 @@ def _keys_of_questions(
 ) -> tuple[str, Sequence[Mapping[str, Any]]]:
     """Return what the questions say of the expression of each record."""
     by_id = {str(question["id"]): question for question in questions if question["id"] is not None}
-    if by_id and all("id" in answer.keys for answer in file.answers):
+    if len(by_id) == len(questions) and all("id" in answer.keys for answer in file.answers):
         return "the ids of the questions", [by_id.get(str(answer.keys["id"]), {}) for answer in file.answers]
     if len(file.answers) != len(questions):
         raise UserError(
             f"{file.path}: without ids, {len(file.answers):,} records cannot be those of {len(questions):,} questions."
         )
+    for answer, question in zip(file.answers, questions, strict=True):
+        for meaning in answer.keys.keys() & {"id", "image", "words"}:
+            if question[meaning] is not None and question[meaning] != answer.keys[meaning]:
+                raise UserError(
+                    f"{answer.where}: it is about {answer.keys[meaning]!r}, but the question at its place is about "
+                    f"{question[meaning]!r}; give the questions in the order of the records."
+                )
     return "their place among the questions", questions
 
 

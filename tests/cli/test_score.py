@@ -190,7 +190,7 @@ def test_what_a_file_does_not_tell_must_be_stated(tmp_path, capsys):
         text = str((np.array(row["box"]) / sides * 990).round().tolist())
         thousandths.append({"sent_id": row["sent_id"], "response": text})
     message = fails(tmp_path, normalised, capsys=capsys)
-    assert "not in pixels" in message and "0-1" in message
+    assert "not in pixels" in message and "all lie between 0 and 1" in message
     assert value(run(tmp_path, normalised, "--coordinates", "0-1"), "mean IoU") == pytest.approx(1)
     assert "0-999 or 0-1000" in fails(tmp_path, thousandths, capsys=capsys)
     both = [{**row, "answer": "the truth"} for row in thousandths]

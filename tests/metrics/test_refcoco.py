@@ -12,6 +12,7 @@ from torchvision.ops import generalized_box_iou
 from detector.errors import UserError
 from e2e_vl.metrics.refcoco import (
     ReferringPrediction,
+    all_boxes_are_right,
     area_iou,
     box_iou,
     generalized_iou,
@@ -158,3 +159,23 @@ def test_grefcoco_matches_boxes_by_generalised_iou(box, overlap, official, by_io
 def test_the_area_of_overlapping_boxes_counts_once():
     assert area_iou([[0, 0, 10, 10], [0, 0, 10, 4]], [[5, 0, 15, 10], [5, 5, 12, 8]]) == pytest.approx(50 / 150)
     assert area_iou([[1, 1, 1, 1]], [[1, 1, 1, 1]]) == 0
+
+
+def test_continuous_and_generalised_conventions_and_higher_thresholds():
+    sliver = [29.5, 10, 49.5, 30]
+    assert box_iou(sliver, GT, "continuous") == pytest.approx(10 / 790) and box_iou(sliver, GT, "mattnet") == 0
+    shifted = [13.5, 13.5, 33.5, 33.5]
+    overlap = box_iou(np.array([shifted, HALF]), np.array(GT), "generalized")
+    assert overlap.tolist() == [generalized_iou(shifted, GT), 0.5]
+    assert hits(shifted, GT, "continuous") and not hits(shifted, GT, "generalized")
+    nine_tenths = [10.0, 10, 30, 28]
+    assert hits(nine_tenths, GT, "continuous", threshold=0.9) and not hits(HALF, GT, "continuous", threshold=0.6)
+
+
+def test_all_boxes_are_right_only_one_to_one():
+    other = [50.0, 50, 70, 70]
+    assert all_boxes_are_right([other, GT], [GT, other]) and all_boxes_are_right([], [])
+    assert not all_boxes_are_right([GT, GT], [GT, other]), "both lie on the first"
+    assert not all_boxes_are_right([GT], [GT, other]) and not all_boxes_are_right([GT], [])
+    near = [10.0, 10, 30, 26]
+    assert not all_boxes_are_right([near, HALF], [GT, other]) and all_boxes_are_right([near], [GT], "continuous")
