@@ -210,6 +210,14 @@ class TaskConfig(Config, frozen=True):
         decode_config(self, TASKS, self.name)
 
 
+class TrackingConfig(Config, frozen=True):
+    """What experiment trackers call a run: W&B, MLflow and trackio, the last without tags."""
+
+    project: str = "e2e-vl"  # of W&B and trackio; the experiment of MLflow
+    name: str | None = None  # of the run; None = the name of the folder `output`
+    tags: list[str] = []
+
+
 class TrainConfig(Config, frozen=True):
     """How the model is trained."""
 
@@ -263,6 +271,7 @@ class TrainConfig(Config, frozen=True):
     log_every: PositiveInt = 10
     # experiment trackers that accelerate knows, such as wandb; each is a package that must be installed
     trackers: list[str] = msgspec.field(default_factory=lambda: ["tensorboard"])
+    tracking: TrackingConfig = TrackingConfig()
     # a metric such as val/accuracy_predicted_boxes (higher is better) or a loss such as val/loss_predicted_boxes (lower
     # is better): the best model is kept in best/
     metric_for_best_model: str | None = None

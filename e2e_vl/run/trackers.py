@@ -34,6 +34,17 @@ def flatten_settings(values: Mapping[str, Any], prefix: str = "") -> Iterator[tu
             yield prefix + name, str(value)
 
 
+def tracker_options(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Return the name and the tags of a run as the arguments that each tracker has for them, by tracker."""
+    tracking = config.train.tracking
+    name = tracking.name or Path(config.output).name
+    return {
+        "wandb": {"name": name, "tags": tracking.tags},
+        "trackio": {"name": name},
+        "mlflow": {"run_name": name, "tags": dict.fromkeys(tracking.tags, "true")},
+    }
+
+
 def track_pictures(
     accelerator: Accelerator, task: Task, predictions: Sequence[Prediction], name: str, step: int
 ) -> None:

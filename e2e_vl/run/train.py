@@ -47,7 +47,14 @@ from e2e_vl.run.guards import FiniteCheck, StopSignals, check_images, run_lock, 
 from e2e_vl.run.launch import make_accelerator, on_main
 from e2e_vl.run.metric_names import MetricName, Metrics, choose_metric, metrics_to_json
 from e2e_vl.run.optim import build_optimizer, build_schedule, objective_weights
-from e2e_vl.run.trackers import describe_finished_run, describe_results, describe_run, flatten_settings, track_pictures
+from e2e_vl.run.trackers import (
+    describe_finished_run,
+    describe_results,
+    describe_run,
+    flatten_settings,
+    track_pictures,
+    tracker_options,
+)
 from e2e_vl.structures import Batch
 from e2e_vl.terminal import STOP_SIGNALS, lasting_output, make_stopped_error
 from e2e_vl.weights.loading import check_answers, check_vocabulary
@@ -267,7 +274,11 @@ class Trainer:
             resume_step=resume_step,
             logged_step=self.step - steps_after_line,
         )
-        self.accelerator.init_trackers("e2e-vl", config=dict(flatten_settings(msgspec.to_builtins(self.config))))
+        self.accelerator.init_trackers(
+            settings.tracking.project,
+            config=dict(flatten_settings(msgspec.to_builtins(self.config))),
+            init_kwargs=tracker_options(self.config),
+        )
         bar = tqdm(
             total=self.total_steps,
             initial=self.step,

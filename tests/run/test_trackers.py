@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
+from accelerate.state import PartialState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from e2e_vl.config_files import load_config
 from e2e_vl.io import read_log
 from e2e_vl.run import launch
 from e2e_vl.run.metric_names import metrics_from_json
-from e2e_vl.run.trackers import PICTURES, describe_schedule_part, format_results, suggest_bf16
+from e2e_vl.run.trackers import PICTURES, describe_schedule_part, format_results, suggest_bf16, tracker_options
+from tests.conftest import ROOT
 
 BOXES = ("gt", "detections", "online")
 
@@ -32,6 +39,29 @@ def test_tensorboard_gets_settings_values_and_pictures(trained_run):
     evaluations = sum(line["kind"] == "eval" for line in read_log(trained_run.path / "log.jsonl"))
     assert dict(pictures) == {f"val, {boxes} {row}": evaluations for boxes in BOXES for row in range(PICTURES)}
     assert "encoder.config.hidden_size" in texts and "train.lr" in texts  # hyper-parameters
+
+
+@pytest.mark.parametrize(
+    ("tracker", "started"),
+    [
+        ("wandb", {"project": "grounding", "name": "first", "tags": ["lr", "demo"]}),
+        ("trackio", {"project": "grounding", "name": "first"}),
+    ],
+)
+def test_a_tracker_is_started_with_project_name_and_tags(tracker, started, tmp_path, monkeypatch):
+    config = load_config(
+        ROOT / "configs/tiny/refcoco.yaml",
+        [f"output={tmp_path / 'run'}", "train.tracking={project: grounding, name: first, tags: [lr, demo]}"],
+    )
+    calls: list[dict] = []
+    PartialState()  # accelerate's logger needs it
+    monkeypatch.setitem(sys.modules, tracker, SimpleNamespace(init=lambda **words: calls.append(words)))
+    options = tracker_options(config)
+    LOGGER_TYPE_TO_CLASS[tracker](config.train.tracking.project, **options[tracker]).start()
+    assert calls == [started]
+    assert options["mlflow"] == {"run_name": "first", "tags": {"lr": "true", "demo": "true"}}
+    unnamed = load_config(ROOT / "configs/tiny/refcoco.yaml", [f"output={tmp_path / 'run'}"])
+    assert tracker_options(unnamed)[tracker]["name"] == "run"
 
 
 def test_the_table_has_a_row_per_family_and_a_column_per_source_of_boxes():
