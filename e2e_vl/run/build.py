@@ -353,6 +353,13 @@ def make_synthetic_data(config: RunConfig) -> None:
         ) from error
 
 
+def draw_missing_scenes(config: RunConfig) -> None:
+    """Draw the scenes of a trained run if the folder `data.root` is gone: the bundled demo comes without them."""
+    if config.data.synthetic.scenes and not user_path(config.data.root, "data.root").exists():
+        logger.warning("%s does not exist, so the scenes of this run are drawn there first.", config.data.root)
+        make_synthetic_data(config)
+
+
 def build_tokenizer(config: RunConfig, *, writes: bool = True) -> PreTrainedTokenizerBase:
     """Load the tokenizer of `data.vocabulary`, or build one from the training texts and save it in the run directory.
 
@@ -383,14 +390,8 @@ def build_examples(
     boxes: BoxSource | str,
     training: bool = False,
 ) -> EncodedDataset:
-    """Return the examples of a split; training adds random resizing, horizontal flips and detection targets.
-
-    Synthetic data are drawn if the folder `data.root` does not exist: the bundled demo has none.
-    """
+    """Return the examples of a split; training adds random resizing, horizontal flips and detection targets."""
     boxes = BoxSource(boxes)
-    if config.data.synthetic.scenes and not user_path(config.data.root, "data.root").exists():
-        logger.warning("%s does not exist, so the scenes of this run are drawn there first.", config.data.root)
-        make_synthetic_data(config)
     dataset = open_split(config, split, boxes, training=training)
     if model.task.predicts_classes and not training:
         dataset.check_classes(model.detector.num_classes, model.detector.class_names)

@@ -25,7 +25,7 @@ from e2e_vl.metrics import baselines
 from e2e_vl.metrics.sureness import MIN_ANSWERS, sure_threshold
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.predictions import PhrasesOnly, Prediction, with_target, write_list
-from e2e_vl.run.build import Run, build_examples, warn_of_random_boxes
+from e2e_vl.run.build import Run, build_examples, draw_missing_scenes, warn_of_random_boxes
 from e2e_vl.run.checkpoint import load_model, load_saved_config
 from e2e_vl.run.launch import gather_to_main, make_accelerator, on_main
 from e2e_vl.run.metric_names import LOSS, SURE_THRESHOLD, MetricName, Metrics, metrics_to_json, name_metrics
@@ -357,6 +357,7 @@ def evaluate_run(
     waits = config.train.max_wait_minutes
     accelerator = make_accelerator(config.train.mixed_precision, tf32=config.train.tf32, max_wait_minutes=waits)
     model.to(accelerator.device)
+    draw_missing_scenes(config)
     examples = build_examples(config, model, tokenizer, split, boxes=boxes)
     evaluation = Evaluator(config, accelerator).evaluate_split(
         model, examples, split, boxes, with_loss=with_loss, skip_broken=config.data.skip_broken
@@ -416,6 +417,7 @@ def predict_split(
     if second_run_dir is not None:
         same = f'train.mixed_precision="{config.train.mixed_precision}"'
         loaded.append(load_model(second_run_dir, overrides=[*overrides, *second_run.settings, same]))
+    draw_missing_scenes(config)
     data = [build_examples(*parts, split, boxes=boxes) for parts in loaded]  # errors early
     accelerator = make_accelerator(
         config.train.mixed_precision, tf32=config.train.tf32, max_wait_minutes=config.train.max_wait_minutes

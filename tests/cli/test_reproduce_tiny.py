@@ -96,6 +96,7 @@ def data(tmp_path_factory) -> Path:
     """The folder DATA: drawn scenes under the names of the published files, and a tiny BERT and its vocabulary."""
     folder = tmp_path_factory.mktemp("papers") / "DATA"
     make_scenes(folder, scenes=SCENES)
+    folder.with_name("DATA_detector").symlink_to(folder)
     for name, drawn in LINKS.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).symlink_to(folder / drawn)
