@@ -18,7 +18,7 @@ from e2e_vl.run.checkpoint import save_model
 from e2e_vl.text import load_tokenizer
 from tests.conftest import ENCODERS
 from tests.run.runs import predictions_of
-from tests.weights.starts import replaced
+from tests.weights.starts import OFFICIAL_DETECTOR, replaced
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 LXMERT_HEAD = {"head_width": 2, "dropout": 0.0, "init_from_words": False}
@@ -42,6 +42,19 @@ def test_three_lines_ask_a_published_checkpoint(case, vqa_run, tmp_path):
     config = replaced(config, task={"name": "vqa", "config": {"answers": answers, **head}, "weights": None})
     if ENCODERS[encoder] is not None:
         config = replaced(config, encoder={**ENCODERS[encoder], "weights": None})
+    if encoder == "vl_bert":  # the official format has these choices
+        official = {"image_feature_on_words": True, "norm_first": False}
+        sections = dict(config.detector.overrides["MODEL"])
+        for section, values in OFFICIAL_DETECTOR["MODEL"].items():
+            if isinstance(values, dict):
+                values = {**sections.get(section, {}), **values}
+            sections[section] = values
+        overrides = {**config.detector.overrides, "MODEL": sections}
+        config = replaced(
+            config,
+            detector={"overrides": overrides},
+            encoder={"config": msgspec.to_builtins(config.encoder.config) | official},
+        )
     torch.manual_seed(1)
     words = load_tokenizer(tokenizer)
     save_model(tmp_path / "run", config, build_model(config, vocab_size=len(words), tokenizer=words), words)
