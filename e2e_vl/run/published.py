@@ -19,16 +19,17 @@ from e2e_vl.weights.base import ModelWeights, WeightAdapter
 from e2e_vl.weights.loading import FILES
 
 PAGE = "docs/python_api.md"
+WEIGHT_SUFFIXES = (".bin", ".model", ".pt", ".pth", ".safetensors", ".th")
 
 
 def find_published(source: str | Path) -> Path | None:
     """Return the weights file that `source` names, or that is in this folder of transformers.
 
-    None: `source` is a run, a saved model, or neither a file nor a folder.
+    None: `source` is a run, a saved model, another file, or does not exist.
     """
     path = user_path(source)
     if path.is_file():
-        return path
+        return path if path.suffix in WEIGHT_SUFFIXES else None
     is_model = any((path / name).is_file() for name in ("config.yaml", "model/config.yaml"))
     files = [path / name for name in FILES if (path / name).is_file()]
     if is_model or not files:
