@@ -54,6 +54,8 @@ EXPLAINED = {
     "strict": "as mattnet, but more than the threshold",
     "generalized": "generalised IoU, as MDETR",
 }
+# options without an effect on phrases, and their defaults
+ONLY_REFERRING = {"iou": "continuous", "questions": None, "answer": None, "min_score": None}
 
 
 @dataclasses.dataclass
@@ -203,6 +205,10 @@ def score_phrases(
     args: argparse.Namespace, truths: Truths, report: Report
 ) -> tuple[list[TrueText], list[list[np.ndarray]]]:
     """Score phrases; return the captions that count, and the boxes of their phrases."""
+    for option, default in ONLY_REFERRING.items():
+        if getattr(args, option) != default:
+            name = option.replace("_", "-")
+            raise UserError(f"--{name} is for referring expressions; {args.data} has phrases, leave it out.")
     num_phrases = sum(len(text.truth.boxes) for text in truths.texts)
     num_images = len(truths.image_ids)
     report.lines.append(

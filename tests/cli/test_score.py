@@ -271,6 +271,8 @@ def test_phrases_of_captions_with_any_box_and_with_merged_boxes(tmp_path, capsys
     phrases = [{"id": "1", "box": men[1]}, {"id": "2", "box": None}]
     single = run(tmp_path, [{"image": "77", "sentence": 0, "phrases": phrases}], *options)
     assert set(single["measures"]) == {"R@1, any box", "R@1, merged boxes"} and value(single, "R@1, any box") == 0.5
+    message = fails(tmp_path, [record], *options, "--iou", "vlbert", capsys=capsys)
+    assert "--iou is for referring expressions" in message
     record["boxes"].pop()
     assert "1 phrases, but 2" in fails(tmp_path, [record], *options, capsys=capsys)
 
