@@ -21,7 +21,8 @@ from e2e_vl.config_files import load_config
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "configs" / "demo" / "refcoco.yaml"
-PAGES = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+PAGES = ("README.md", "CONTRIBUTING.md", *DOCS)
 TOOLS = sorted(  # scripts, relative to tools/
     path.relative_to(ROOT / "tools").as_posix()
     for path in (ROOT / "tools").rglob("*.py")

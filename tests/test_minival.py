@@ -1,4 +1,4 @@
-"""The commands of docs/visual_bert.md that cut minival and Karpathy's split; nothing is unpickled."""
+"""The commands of docs/reference/visual_bert.md that cut minival and Karpathy's split; nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-PAGE = Path(__file__).parents[1] / "docs" / "visual_bert.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "visual_bert.md"
 NEEDED = ("bash", "grep", "sed", "sort")
 pytestmark = pytest.mark.skipif(not all(map(shutil.which, NEEDED)), reason="needs a shell with grep and sed")
 
