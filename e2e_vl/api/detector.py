@@ -82,8 +82,8 @@ class TrainedDetector:
                 list or tuple, an iterator or a batch, see `expand_images`.
             boxes: [R, 4], or strings or a file as in `TrainedModel.ask`; None: predicted boxes.
             min_score: score threshold; exactly the predicted boxes from this score on are kept, perhaps none.
-            min_regions, max_regions: limits on the number of predicted boxes; where both are stated, they take
-                precedence over `min_score`.
+            min_regions: least number of predicted boxes; together with `max_regions` it wins over `min_score`.
+            max_regions: largest number of predicted boxes.
             stacklevel: stack level of the warnings that predicted boxes are random, and that an image is none of the
                 drawn scenes which the detector knows.
 
