@@ -588,7 +588,9 @@ def check_training_data(
     if model.phrase_head is not None:
         takes_others = bool(examples.preprocessor.learns_from)
         if not dataset.has_phrases or (dataset.mixes_phrases and not takes_others):
-            remedy = "join data that have some (data.name=joined, see docs/training.md), or " if takes_others else ""
+            remedy = ""
+            if takes_others:
+                remedy = "join data that have some (data.name=joined, see docs/phrase_grounding.md), or "
             raise UserError(
                 f"phrases.weight is {config.phrases.weight}, but the texts of {config.data.name} have no phrases that "
                 f"the task {config.task.name} can learn from; {remedy}set it to 0."
