@@ -335,13 +335,20 @@ def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path 
         logger.warning("%s; resuming from %s.", "; ".join(damaged), folder)
     written = load_saved_config(folder / "model")
     detector = replace(written.detector, config=str(folder / "model/detector/config.yaml"), overrides={})
-    processes = read_json(folder / POSITION_FILE)["processes"]
-    architecture_then = _architecture(replace(written, detector=detector), processes)
-    changed = differences(architecture_then, _architecture(config, num_processes))
+    changed = differences(_architecture(replace(written, detector=detector)), _architecture(config))
     if changed:
         raise UserError(
-            f"Cannot resume from {folder}: its architecture or number of processes differs from the settings "
-            f"({'; '.join(changed[:3])}); resume with those in its model/config.yaml, or choose another `output`."
+            f"Cannot resume from {folder}: its architecture differs from the settings ({'; '.join(changed[:3])}); "
+            "resume with those in its model/config.yaml, or choose another `output`."
+        )
+    processes = read_json(folder / POSITION_FILE)["processes"]
+    if processes != num_processes:
+        logger.warning(
+            "%s was saved by %d processes, and %d resume it: each step has the same images, but dropout and RoI "
+            "sampling draw other random numbers.",
+            folder,
+            processes,
+            num_processes,
         )
     changed = [line for line in differences(written, config) if not line.startswith("output:")]
     if changed:
@@ -349,8 +356,8 @@ def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path 
     return folder
 
 
-def _architecture(config: RunConfig, processes: int) -> dict[str, Any]:
-    """Return what must not change in a resumed run: the architecture and the number of processes."""
+def _architecture(config: RunConfig) -> dict[str, Any]:
+    """Return the settings of the architecture, which must not change in a resumed run."""
     phrases = None
     if config.phrases.weight:
         phrases = {"layer": config.phrases.layer, "size": config.phrases.size}
@@ -359,5 +366,4 @@ def _architecture(config: RunConfig, processes: int) -> dict[str, Any]:
         "encoder": {"name": config.encoder.name, **msgspec.to_builtins(config.encoder.config)},
         "task": {"name": config.task.name, **msgspec.to_builtins(config.task.config)},
         "phrases": phrases,
-        "number of processes": processes,
     }

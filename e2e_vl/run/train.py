@@ -235,6 +235,9 @@ class Trainer:
             )
         for name in self.POSITION:
             setattr(self, name, position[name])
+        num_processes = self.accelerator.num_processes
+        if position["processes"] != num_processes:  # its random states are those of other processes
+            set_seed(self.config.seed + self.step * num_processes, device_specific=True)
         self.saved_step = self.step
         self.best.load_state_dict(position["best"])
         lost_step = self.best.forget_lost_model()

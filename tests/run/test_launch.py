@@ -6,6 +6,7 @@ All trainings of two processes are made by one launch, whose last one is stopped
 from __future__ import annotations
 
 import datetime
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -194,6 +195,26 @@ def test_evaluation_does_not_depend_on_the_number_of_processes(runs, boxes, tmp_
 
 def test_a_resumed_run_is_the_same_bit_for_bit(runs):
     assert_same_run(runs["whole", 2], runs["resumed", 2])
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_one_process_continues_a_run_of_two(runs, tmp_path, caplog):
+    """Where nothing is random, it ends as the run of one process does."""
+    outputs = []
+    for number in (1, 2):
+        output = tmp_path / f"by_{number}"
+        shutil.copytree(runs["phrases", number], output)
+        config = load_config(output / "config.yaml", [f"output={output}", "train.max_steps=5"])
+        train(config, resume=True)
+        outputs.append(output)
+    assert caplog.text.count("was saved by 2 processes, and 1 resume it") == 1
+    one, two = (logged(output)[-1] for output in outputs)
+    assert one["step"] == two["step"] == 5
+    assert one["referring"] == pytest.approx(two["referring"], rel=1e-3)
+    for part in ("detector", "encoder", "task", "phrases"):
+        one, two = (load_file(output / "model" / part / "model.safetensors") for output in outputs)
+        for name in one:
+            torch.testing.assert_close(two[name], one[name], rtol=0, atol=1e-5, msg=name)
 
 
 def test_sigterm_to_the_launcher_saves_a_checkpoint(launched):
