@@ -19,6 +19,7 @@ def test_it_is_small_and_has_the_settings_and_scores_of_the_demo(demo_model):
     assert not [line for line in changed if not line.startswith("detector.config:")], "tools/package_demo.py"
     assert sum(path.stat().st_size for path in DEMO.rglob("*")) <= 5e6
     card = (DEMO / "README.md").read_text("utf-8")
+    assert card == demo_model.generate_model_card("demo").content, "save the card again"
     assert "test/accuracy_predicted_boxes" in card and "- shape: circle, square, " in card
     assert f'"e2e_vl_version": "{e2e_vl.__version__}"' in (DEMO / "config.json").read_text("utf-8")
     assert demo_model.regions(demo_model.examples[0].image)[0].attribute == "", "taught boxes and classes only"

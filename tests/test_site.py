@@ -12,7 +12,7 @@ import yaml
 
 from tests.conftest import ROOT
 
-OUTSIDE = {"README.md", "CONTRIBUTING.md", "CHANGELOG.md"}  # pages outside docs/, see tools/site_hooks.py
+OUTSIDE = {"README.md", "CONTRIBUTING.md", "CHANGELOG.md"}  # pages outside docs/, see .ci/site_hooks.py
 
 
 def pages_of(entries: list[dict[str, Any]]) -> Iterator[str]:

@@ -27,7 +27,7 @@ from detector.io import atomic_files, read_json, read_yaml, write_json
 from e2e_vl.api.detector import TrainedDetector
 from e2e_vl.api.questions import check_min_score, check_top_k, make_questions
 from e2e_vl.api.results import GREY, Answer, ExampleScene, ImageRegions, Region, box_marks, draw_on
-from e2e_vl.api.sharing import MODEL_CARD, without_absolute_paths
+from e2e_vl.api.sharing import MODEL_CARD, evaluation_results, without_absolute_paths
 from e2e_vl.config import BoxSource, RunConfig
 from e2e_vl.data.batching import collate, random_generator
 from e2e_vl.data.user_images import ImageFile, to_image_file
@@ -577,6 +577,8 @@ class TrainedModel(
     def generate_model_card(self, repo_id: str | None = None, license: str | None = None, **more: Any) -> ModelCard:
         """Make a model card with the parts of the model, an example and the metrics of its run.
 
+        The metrics are also evaluation results in its metadata (`model-index`), as the Hugging Face hub reads them.
+
         Args:
             repo_id: the model's name on the hub; None: the name of its folder.
             license: licence of the weights; None: not stated.
@@ -584,7 +586,15 @@ class TrainedModel(
         """
         config = self.config
         task = self.network.task
-        data = ModelCardData(library_name="e2e-vl", tags=["vision-and-language", config.task.name], license=license)
+        name = repo_id or Path(self.name).name
+        scores = self._scores()
+        data = ModelCardData(
+            library_name="e2e-vl",
+            tags=["vision-and-language", config.task.name],
+            license=license,
+            model_name=name,
+            eval_results=evaluation_results(task.hub_task, config.data, scores) or None,
+        )
         example = f"answer = model.ask({task.example_call})"
         if config.detector.backend == "precomputed":
             example = "# uses precomputed features: run `tools/evaluate.py` or `e2e-vl predict`"
@@ -599,14 +609,14 @@ class TrainedModel(
         return ModelCard.from_template(
             card_data=data,
             template_str=MODEL_CARD,
-            name=repo_id or Path(self.name).name,
+            name=name,
             detector=config.detector.backend,
             encoder=config.encoder.name,
             task=config.task.name,
             data=config.data.name,
             example=example,
             knows=self.knows,
-            metrics={str(name): value for name, value in self._scores().items()},
+            metrics={str(name): value for name, value in scores.items()},
             thresholds=thresholds,
             sure=round(100 * SURE),
             **more,

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import PureWindowsPath
 from typing import Any
+
+from huggingface_hub import EvalResult
+
+from e2e_vl.config import DataConfig
+from e2e_vl.run.metric_names import MetricName
 
 MODEL_CARD = """---
 {{ card_data }}
@@ -34,6 +40,33 @@ Answers are marked unsure below a certainty of
 {{- ", " if not loop.last }}{% endfor %};
 fewer than {{ sure }} % of such answers were right in validation.
 {% endif %}"""
+
+
+def evaluation_results(hub_task: str, data: DataConfig, scores: Mapping[MetricName, float]) -> list[EvalResult]:
+    """Return the scores over whole splits as a model card lists them in its metadata.
+
+    Args:
+        hub_task: what the Hugging Face hub calls the task.
+        data: of the run; synthetic scenes are named as such.
+    """
+    dataset = data.name
+    if data.synthetic.scenes:
+        dataset = f"{data.name}, synthetic scenes"
+    results = []
+    for name, value in scores.items():
+        if name.detail:
+            continue
+        result = EvalResult(
+            task_type=hub_task,
+            dataset_type=data.name,
+            dataset_name=dataset,
+            dataset_split=name.split,
+            metric_type=name.metric,
+            metric_name=f"{name.metric}, {name.boxes}",
+            metric_value=round(value, 4),
+        )
+        results.append(result)
+    return results
 
 
 def without_absolute_paths(value: Any) -> Any:

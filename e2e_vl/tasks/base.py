@@ -243,6 +243,7 @@ class Task(nn.Module, abc.ABC):
     answers_questions: ClassVar[bool] = True  # answers users' questions about an image
     # example arguments of `e2e_vl.load(run).ask`, for model cards
     example_call: ClassVar[str] = '"photo.jpg", "what is in the picture"'
+    hub_task: ClassVar[str] = "visual-question-answering"  # what the Hugging Face hub calls the task, for model cards
     batches_questions: ClassVar[bool] = True  # answers several questions in one batch
     # of a task whose config has `answers`, a vocabulary that may be built from the data with `min_answer_count`
     vocabulary_class: ClassVar[type[AnswerVocabulary] | None] = None

@@ -177,6 +177,7 @@ class DetectionTask(Task):
 
     predicts_classes = True
     answers_questions = False
+    hub_task = "object-detection"
     prediction_class = DetectionPrediction
 
     def __init__(self, hidden_size: int, config: DetectionConfig | None = None):

@@ -118,6 +118,7 @@ class Flickr30KTask(Task):
     metrics = staticmethod(phrase_metrics)
     submission = Submission(write_submission)
     example_call = '"photo.jpg", "[a man] in [a red shirt]"'
+    hub_task = "phrase-grounding"
 
     def __init__(self, hidden_size: int, config: Flickr30KConfig | None = None):
         super().__init__()

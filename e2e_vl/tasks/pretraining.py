@@ -180,6 +180,7 @@ class PretrainingTask(Task):
     """The sum of several objectives. Each loss is a mean over the labelled items of the batch; 0 if there are none."""
 
     example_call = '"photo.jpg", "a [MASK] on a table"'
+    hub_task = "fill-mask"
     batches_questions = False  # predictions for [MASK] and masked regions are made for one text at a time
     prediction_class = PretrainingPrediction
     transferable = ("",)

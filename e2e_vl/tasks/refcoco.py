@@ -111,6 +111,7 @@ class ReferringTask(Task):
     predicts_box = True
     prediction_class = ReferringPrediction
     example_call = '"photo.jpg", "the small red circle"'
+    hub_task = "referring-expression-comprehension"
     submission = Submission(write_submission)
     init_from = HeadInit(copies={"masked_regions.transform.": "head.transform."}, random=("head.output.", "null_head."))
 

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from PIL import Image
 from torchvision.models.detection import fasterrcnn_mobilenet_v3_large_320_fpn
 
@@ -275,6 +276,13 @@ def test_saved_and_loaded_again(model, records, tmp_path):
     assert len(texts) > 5 and not [path for path in texts if str(model.source.parents[1]) in path.read_text("utf-8")]
     card = (tmp_path / "shared" / "README.md").read_text("utf-8")
     assert "| val/accuracy_predicted_boxes | " in card and "license" not in card
+    results = ModelCard(card).data.eval_results
+    accuracies = [result for result in results if result.metric_name == "accuracy, predicted boxes"]
+    metrics = json.loads((tmp_path / "shared" / "metrics.json").read_text("utf-8"))
+    [accuracy] = accuracies
+    assert accuracy.metric_value == round(metrics["val/accuracy_predicted_boxes"], 4)
+    assert accuracy.dataset_name == "refcoco, synthetic scenes" and accuracy.dataset_split == "val"
+    assert accuracy.task_type == "referring-expression-comprehension"
     text, image = records[0]["text"], records[0]["file_name"]
     expected = model.ask(image, text)
     for again in (TrainedModel.from_pretrained(tmp_path / "shared"), e2e_vl.load(tmp_path / "shared")):
