@@ -2,7 +2,7 @@
 
 import e2e_vl
 
-model = e2e_vl.load("demo")  # the model that comes along, or a run
+model = e2e_vl.load("demo")  # the model that ships with the package, or a run
 scene = model.examples[0]
 answer = model.ask(scene.image, scene.texts[0])
 answer.box, answer.score, answer.draw()
@@ -39,7 +39,7 @@ def load(
 
     Args:
         source: a run directory of e2e-vl train, a folder that `save_pretrained` wrote, a name on the Hugging Face
-            hub, "demo" (the model of drawn scenes that comes along), or a published checkpoint of LXMERT, VisualBERT
+            hub, "demo" (the model that ships with the package), or a published checkpoint of LXMERT, VisualBERT
             or VL-BERT: a file of the official code, or a folder of transformers.
         device: "cpu", "cuda", "cuda:1", "mps", a number of a GPU, or a torch.device; None = the CUDA GPU if there is
             one, else the CPU.

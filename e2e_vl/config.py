@@ -84,13 +84,13 @@ class SyntheticDataConfig(Config, frozen=True):
     config: GeneratorConfig = GeneratorConfig()
 
     def size_warning(self, image_size: tuple[int, int]) -> str:
-        """Return a sentence for users if an image of this (height, width) cannot be one of the drawn scenes, or ""."""
+        """Return a sentence for users if an image of this (height, width) cannot be a synthetic scene, or ""."""
         scene = self.config.scene
         if not self.scenes or all(scene.min_side <= side <= scene.max_side for side in image_size):
             return ""
         sides = " to ".join(dict.fromkeys(map(str, (scene.min_side, scene.max_side))))
         height, width = image_size
-        return f"The model has seen drawn scenes of {sides} pixels only; this image has {width} x {height}."
+        return f"The model has seen synthetic scenes of {sides} pixels only; this image has {width} x {height}."
 
 
 class CandidateBoxConfig(Config, frozen=True):
@@ -239,14 +239,14 @@ class TrainConfig(Config, frozen=True):
     decay_bn_scales: bool = False
     warmup_steps: NonNegativeInt = 0
     # instead of warmup_steps: fraction of all steps
-    # quirk: with -1 there is no warm-up, and the rate decays from half of `lr` (BertAdam's schedule)
+    # quirk: with -1 there is no warm-up, and the learning rate decays from half of `lr` (BertAdam's schedule)
     warmup_ratio: Annotated[float, Meta(ge=-1, le=1)] | None = None
     # after the warm-up; linear (the same as triangle) and cosine fall to 0
     schedule: Literal["linear", "cosine", "constant", "steps", "triangle"] = "linear"
     # the part of a longer schedule, and of its objectives, that this run follows: [0.5, 1.0] is the second half,
     # whose optimiser begins with fresh moments
     schedule_fraction: tuple[Fraction, Fraction] = (0.0, 1.0)
-    # quirk: the first update has the rate of step 1, not 0 (official VL-BERT code)
+    # quirk: the first update has the learning rate of step 1, not 0 (official VL-BERT code)
     schedule_skips_zero: bool = False
     milestones: list[Fraction] = []  # schedule "steps": fractions of all steps before each decay
     gamma: PositiveFloat = 0.1  # schedule "steps": factor per decay

@@ -151,7 +151,7 @@ def _with_found_inputs(tree: Tree, folder: Path) -> Tree:
             continue
         for candidate in folders:
             if key == "data.root" and candidate == CONFIGS.parent:
-                continue  # what lies in a clone may be the drawn data of another run
+                continue  # what lies in a clone may be the synthetic data of another run
             if exists(candidate / written):
                 tree = merge(tree, _nest(key, str(candidate / written)))
                 break

@@ -196,7 +196,7 @@ POSITION_FILE = "step.json"  # in a complete checkpoint
 
 # Run directories, saved models and models on the Hugging Face Hub
 
-DEMO = Path(__file__).parent / "demo"  # the model that comes along, see tools/package_demo.py
+DEMO = Path(__file__).parent / "demo"  # the model that ships with the package, see tools/package_demo.py
 _FILE_ENDS = (".txt", ".json", ".bin", ".model", ".safetensors", ".pth", ".pkl")  # suffixes of files, not models
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -212,7 +212,7 @@ def looks_like_hub_name(name: str) -> bool:
 def find_run(source: str | Path) -> Path | None:
     """Return the path of a run directory or saved model, which must exist; None for a model on the Hub (`owner/name`).
 
-    "demo" is the model that comes along, unless there is a run of this name.
+    "demo" is the model that ships with the package, unless there is a run of this name.
     """
     path = user_path(source, "The run")
     if not path.exists() and "/" in str(source) and looks_like_hub_name(str(source)):

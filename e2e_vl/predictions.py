@@ -74,7 +74,7 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="ty
     metadata_fields: ClassVar[frozenset[str]] = frozenset({"family"})
     text_index: int = -1  # number of the text in its data set; -1: it is from none
     text: str = ""
-    family: str | None = None  # kind of text, in the drawn data sets
+    family: str | None = None  # kind of text, in the synthetic data sets
     file_name: str | None = None  # of the (first) image
     image_size: tuple[Side, Side] | None = None  # (height, width) of the original image
     flipped: bool = False

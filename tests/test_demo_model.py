@@ -77,7 +77,7 @@ def test_it_knows_its_limits(demo_model, tmp_path, monkeypatch):
     answer = demo_model.ask(scene.image, "the small red circle")
     assert answer.box is None and answer.phrases[0].box is None and not answer.warnings
     photo = np.full((100, 200, 3), 128, dtype=np.uint8)
-    with pytest.warns(UserWarning, match="drawn scenes of 128 pixels only; this image has 200 x 100"):
+    with pytest.warns(UserWarning, match="synthetic scenes of 128 pixels only; this image has 200 x 100"):
         assert demo_model.ask(photo, "the red thing").is_unsure
 
 

@@ -123,7 +123,7 @@ def test_files_stay_readable() -> None:
 # Names of tasks, data sets and encoders
 
 HOMES = ("tasks", "data", "encoders", "weights", "synthetic", "metrics")  # folders with a file for each
-# Lists of names: the table of the parts and of the writers of drawn data, and experiments that compare runs.
+# Lists of names: the table of the parts and of the writers of synthetic data, and experiments that compare runs.
 LISTS = ("e2e_vl/registry.py", "tools/")
 # File formats of features and weights have the names of the projects that published them.
 LISTS += ("e2e_vl/cli/extract.py", "e2e_vl/run/build.py")

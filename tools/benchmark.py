@@ -321,7 +321,7 @@ def draw(cases: Rows, title: str, path: Path) -> None:
 
 
 def open_run(arguments: argparse.Namespace, *settings: str) -> tuple[RunConfig, Run]:
-    """Build the run of `--config`; drawn scenes, and files of the run, are in a temporary folder."""
+    """Build the run of `--config`; synthetic scenes, and files of the run, are in a temporary folder."""
     precision = "'no'" if arguments.precision == "fp32" else arguments.precision
     words = [*arguments.overrides, *settings, f"output={arguments.folder}/run", f"train.mixed_precision={precision}"]
     config = load_config(arguments.config, words)

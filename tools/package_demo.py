@@ -1,4 +1,4 @@
-"""Make the model that comes along (`e2e_vl.load("demo")`) from a run of configs/demo/refcoco.yaml.
+"""Make the model that ships with the package (`e2e_vl.load("demo")`) from a run of configs/demo/refcoco.yaml.
 
     python tools/package_demo.py runs/demo_refcoco
     python tools/package_demo.py --measure

@@ -19,7 +19,7 @@ from e2e_vl.samples import AnnotatedObjects
 from e2e_vl.synthetic.config import COLOURS, SIZES, TEXTURES
 
 CLASS = "class"  # the label of the categories
-# values of a label -> its name: attributes of drawn scenes
+# values of a label -> its name: attributes of synthetic scenes
 KNOWN_LABELS = {frozenset(COLOURS): "colour", frozenset(TEXTURES): "texture", frozenset(SIZES): "size"}
 MAX_ATTRIBUTES = 8  # attributes that are labels of their own, where an object may have several
 MIN_SHARE = 0.5  # of the objects that have a value in a slot, for the slot to be a label

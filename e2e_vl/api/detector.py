@@ -85,7 +85,7 @@ class TrainedDetector:
             min_regions: least number of predicted boxes; together with `max_regions` it wins over `min_score`.
             max_regions: largest number of predicted boxes.
             stacklevel: stack level of the warnings that predicted boxes are random, and that an image is none of the
-                drawn scenes which the detector knows.
+                synthetic scenes which the detector knows.
 
         Returns:
             The regions of the image, or a list with those of each of many images, in their order.

@@ -495,7 +495,7 @@ class TrainedModel(
     def _contradictions(self, prediction: Prediction, boxes: np.ndarray, names: list[str]) -> Iterator[str]:
         """Yield a sentence if the first phrase clearly names another class than that of the answer's box.
 
-        An answer is not called unsure for that: most of them are right on drawn scenes.
+        An answer is not called unsure for that: most of them are right on synthetic scenes.
 
         Args:
             boxes: [R, 4], the candidates.
@@ -523,12 +523,12 @@ class TrainedModel(
 
     @property
     def knows(self) -> dict[str, list[str]]:
-        """All that a model of drawn scenes knows: shapes, colours, ..., words; empty for other models."""
+        """All that a model of synthetic scenes knows: shapes, colours, ..., words; empty for other models."""
         return self._about.get("knows", {})
 
     @property
     def examples(self) -> list[ExampleScene]:
-        """Scenes that come along with the model, for `ask(scene.image, scene.texts)`."""
+        """Scenes that ship with the model, for `ask(scene.image, scene.texts)`."""
         rows = self._about.get("examples", ())
         return [ExampleScene(self.source / row["image"], row["texts"], row["boxes"]) for row in rows]
 

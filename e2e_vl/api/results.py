@@ -310,7 +310,7 @@ def save_result(path: str | Path, to_dict: Callable[[], dict[str, Any]], draw: C
 
 
 class ExampleScene(NamedTuple):
-    """An image that comes along with a model, and texts about it."""
+    """An image that ships with a model, and texts about it."""
 
     image: Path
     texts: list[str]

@@ -277,7 +277,7 @@ class _GeometryOutput(nn.Linear):
 
 
 # Factor of the inputs. A few hundredths of the image decide whether a region is "next to" another; without the factor
-# the weights would have to grow large first. With it, relations in drawn scenes are learned in half of the steps.
+# the weights would have to grow large first. With it, relations in synthetic scenes are learned in half of the steps.
 INPUT_SCALE = 20.0
 
 GEOMETRY_LAYERS = (_GeometryHidden, _GeometryOutput)  # initialised by `reset_parameters`, unlike other Linears

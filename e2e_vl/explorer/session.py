@@ -152,7 +152,7 @@ class Session:
 
 
 def find_examples(model: TrainedModel) -> list[tuple[Path, str]]:
-    """Find the scenes that come along with a model, or the first images that a run was evaluated on and that exist.
+    """Find the scenes that ship with a model, or the first images that a run was evaluated on and that exist.
 
     Each has its longest text. The last word of a text for a pre-trained model is masked.
     """

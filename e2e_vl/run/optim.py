@@ -234,8 +234,8 @@ def build_schedule(
     """Build a schedule: linear warm-up, then decay over `total_steps` optimiser steps, or a part of that.
 
     Update u (from 0) has the learning rate of step u; with `schedule_skips_zero`, as in the official VL-BERT code, that
-    of step u + 1: the rate of the first update is not 0, and that of the last one is. `BertAdam` evaluates the schedule
-    per parameter. The groups of the optimiser have the peak learning rates.
+    of step u + 1: the learning rate of the first update is not 0, and that of the last one is. `BertAdam` evaluates the
+    schedule per parameter. The groups of the optimiser have the peak learning rates.
     """
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]

@@ -206,7 +206,7 @@ class PairWriter(FormatWriter):
     The files are `data/<split>.json` (a line each), `images/<split>/...` under the names of the release, and
     `instances_<split>.json`, where each image of a pair is an image of its own.
 
-    The images are links to the drawn scenes where the disk allows it, whatever their format: as in the release, the
+    The images are links to the synthetic scenes where the disk allows it, whatever their format: as in the release, the
     name of a JPEG file may end in .png.
     """
 

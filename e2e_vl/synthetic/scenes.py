@@ -1,4 +1,4 @@
-"""Drawn scenes: objects that differ in shape, colour, size and texture, partly occluded, on a textured ground.
+"""Synthetic scenes: objects that differ in shape, colour, size and texture, partly occluded, on a textured ground.
 
 Objects are painted in order, later ones over earlier ones. An object's mask and box cover its visible part only, as in
 COCO.

@@ -1,4 +1,4 @@
-"""Writer of VCR: questions about drawn scenes with four answers and four reasons each.
+"""Writer of VCR: questions about synthetic scenes with four answers and four reasons each.
 
     train.jsonl, val.jsonl, ...                      one question per line; "test" has no labels
     vcr1images/drawn_<split>/<split>_000001@0.jpg    the scene's image, a hard link where the disk has hard links

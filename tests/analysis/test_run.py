@@ -1,8 +1,8 @@
 """A trained miniature has heads that ground entities; the command writes what was measured, whoever measures it.
 
-The miniature is a tiny encoder that learns to describe what phrases name, on perfect features of drawn scenes. From the
-state of a phrase's last wordpiece all attributes of its object are read, also those that the phrase does not say; so
-that wordpiece must attend to the region of the object.
+The miniature is a tiny encoder that learns to describe what phrases name, on perfect features of synthetic scenes.
+From the state of a phrase's last wordpiece all attributes of its object are read, also those that the phrase does not
+say; so that wordpiece must attend to the region of the object.
 """
 
 from __future__ import annotations

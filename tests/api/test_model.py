@@ -441,7 +441,7 @@ def test_regions_of_a_photo_from_a_model_of_drawn_scenes_are_warned_of(demo_mode
     scene, photo = demo_model.examples[0].image, np.zeros((90, 120, 3), dtype=np.uint8)
     detector = e2e_vl.load_detector("demo", device="cpu")
     for regions_of in (demo_model.regions, detector.regions):
-        with pytest.warns(UserWarning, match="drawn scenes of 128 pixels only; this image has 120 x 90") as warned:
+        with pytest.warns(UserWarning, match="synthetic scenes of 128 pixels only; this image has 120 x 90") as warned:
             of_scene, of_photo, _ = regions_of([scene, photo, photo])
         assert len(warned) == 1 and warned[0].filename == __file__
         assert of_scene.warning == "" != of_photo.warning

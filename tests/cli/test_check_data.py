@@ -1,4 +1,4 @@
-"""The command: problems of drawn data that were broken, sizes, and images that are shared."""
+"""The command: problems of synthetic data that were broken, sizes, and images that are shared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every chain of every paper runs end to end, on drawn data in the official formats, with models of one narrow layer.
+"""Every chain of every paper runs end to end, on synthetic data in official formats, with models of one narrow layer.
 
 A new paper needs its published files in `LINKS` (data), `DETECTORS` or `BERTS` (weights), and nothing else.
 """
@@ -35,7 +35,7 @@ from tests.weights.starts import options, replaced
 
 SCENES = {"train": 4, "val": 4, "test": 4, "testA": 2, "testB": 2, "pretrain": 2, "detector": 2}
 VAL = ("val2014", "valminusminival2014", "minival2014")
-LINKS = {  # path in DATA -> file or folder of the drawn data
+LINKS = {  # path in DATA -> file or folder of the synthetic data
     "conceptual-captions": "conceptual",
     "en_corpus/wiki.doc": "corpus/corpus.doc",
     "en_corpus/bc1g.doc": "corpus/corpus.doc",
@@ -93,7 +93,7 @@ pytestmark = pytest.mark.usefixtures("on_cpu")
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    """The folder DATA: drawn scenes under the names of the published files, and a tiny BERT and its vocabulary."""
+    """The folder DATA: synthetic scenes under the names of the published files, and a tiny BERT and its vocabulary."""
     folder = tmp_path_factory.mktemp("papers") / "DATA"
     make_scenes(folder, scenes=SCENES)
     folder.with_name("DATA_detector").symlink_to(folder)

@@ -1,4 +1,4 @@
-"""Detection as a task, from the drawn data to the metrics of a run that is loaded again."""
+"""Detection as a task, from the synthetic data to the metrics of a run that is loaded again."""
 
 from __future__ import annotations
 

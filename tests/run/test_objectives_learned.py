@@ -1,4 +1,4 @@
-"""Each objective of pre-training is learned on drawn data: what is found on held-out scenes beats guessing by far.
+"""Each objective of pre-training is learned on synthetic data: what is found on held-out scenes beats guessing by far.
 
 Guessing is the share of the most frequent truth, or of features their mean. What was learned by heart does not help:
 the scenes are others than in training. `test_pretraining.py` has the test of masked words.

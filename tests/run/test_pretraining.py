@@ -1,4 +1,4 @@
-"""Pre-training from drawn scenes to a run directory, and what must hold on the way."""
+"""Pre-training from synthetic scenes to a run directory, and what must hold on the way."""
 
 from __future__ import annotations
 

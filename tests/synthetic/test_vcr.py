@@ -1,4 +1,4 @@
-"""The VCR files of drawn scenes: official layout, true and false sentences as they should be."""
+"""The VCR files of synthetic scenes: official layout, true and false sentences as they should be."""
 
 from __future__ import annotations
 

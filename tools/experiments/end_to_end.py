@@ -64,7 +64,7 @@ class Setting(Config, frozen=True):
 
     title: str
     detector: str  # which of the experiment's detectors
-    data: str  # name of the drawn scenes
+    data: str  # name of the synthetic scenes
     overrides: tuple[str, ...] = ()
     task_overrides: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
 
@@ -332,8 +332,8 @@ def as_markdown(experiment: Experiment, results: Sequence[Mapping[str, Any]]) ->
         lines += [f"## {title[0].upper()}{title[1:]}", ""]
         lines += [*markdown_table([*columns, "best shortcut", "steps", "minutes"], table), ""]
     note = (
-        "Accuracy on unseen drawn scenes; ± is the standard deviation over seeds; differences are between runs of the "
-        "same seed; minutes are the training time of all runs of a task and an encoder."
+        "Accuracy on unseen synthetic scenes; ± is the standard deviation over seeds; differences are between runs of "
+        "the same seed; minutes are the training time of all runs of a task and an encoder."
     )
     return [*lines, note, ""]
 
@@ -416,7 +416,7 @@ def describe_time(cells: Sequence[Cell], jobs: Mapping[str, Job], folders: Seque
 
 
 def count_steps(config: RunConfig) -> int:
-    """Return the number of steps of a run on drawn scenes that all have texts."""
+    """Return the number of steps of a run on synthetic scenes that all have texts."""
     if config.train.max_steps is not None:
         return config.train.max_steps
     scenes = config.data.synthetic.scenes[config.data.train_split]

@@ -1,4 +1,4 @@
-"""Train every encoder on every task from scratch on drawn data, with blind controls and with the detector frozen.
+"""Train every encoder on every task from scratch on synthetic data, with blind controls and with the detector frozen.
 
     python tools/experiments/pairs.py --output runs/pairs
     python tools/experiments/pairs.py --output runs/pairs --encoders lxmert --tasks vqa --variants joint image_blind
@@ -228,8 +228,8 @@ def as_markdown(table: Mapping[str, Mapping[str, Any]]) -> list[str]:
     joint_heading, *control_headings = [heading for heading, _ in VARIANTS.values()]
     columns = [joint_heading, "chance", "best shortcut", *control_headings, "steps", "minutes"]
     note = (
-        "Accuracy on unseen drawn scenes with annotated boxes; ± is the standard deviation over several seeds; minutes "
-        "are the training time of the whole row."
+        "Accuracy on unseen synthetic scenes with annotated boxes; ± is the standard deviation over several seeds; "
+        "minutes are the training time of the whole row."
     )
     return [*markdown_table(columns, rows), "", note]
 
