@@ -230,7 +230,7 @@ def test_the_notebook() -> None:
             cell = cell.replace(given, reduced)
         exec(compile(cell, "quickstart.ipynb", "exec"), names)
     assert (
-        len(names["found"]) >= 3
+        len(names["regions"]) >= 3
         and names["after"]["steps"] == 2
         and (names["folder"] / "saved" / "README.md").is_file()
     )
