@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+from tqdm import tqdm
+
 RETRIES = 5  # of a transfer that breaks; each goes on where the last one stopped
 TIMEOUT = 60.0  # seconds without a byte
 
@@ -27,21 +29,43 @@ def download_file(address: str, path: Path) -> str:
     import gdown
     import requests
 
-    options = {"resume": True, "retries": RETRIES, "timeout": TIMEOUT, "use_cookies": False}
+    print(f"Downloading {address}", flush=True)
     try:
         try:
-            gdown.download(address, str(path), **options)
+            _download(address, path)
         except gdown.exceptions.DownloadError as error:
             if "byte range" not in str(error):
                 raise
             print(f"{address} cannot be continued and begins anew", flush=True)
             for part in path.parent.glob(f"{path.name}????????.part"):
                 part.unlink()
-            gdown.download(address, str(path), **options)
+            _download(address, path)
     except (gdown.exceptions.DownloadError, requests.RequestException) as error:
         return reason_of(error)
     path.chmod(0o644)  # gdown makes files that only their owner can read
     return ""
+
+
+def _download(address: str, path: Path) -> None:
+    """Download a file with a progress bar. gdown's own output would repeat the same error at each retry."""
+    import gdown
+
+    with tqdm(desc=path.name, unit="B", unit_scale=True, delay=1) as bar:
+
+        def show(num_bytes: int, total: int | None) -> None:
+            bar.total = total
+            bar.update(num_bytes - bar.n)
+
+        gdown.download(
+            address,
+            str(path),
+            quiet=True,
+            progress=show,
+            resume=True,
+            retries=RETRIES,
+            timeout=TIMEOUT,
+            use_cookies=False,
+        )
 
 
 def try_address(address: str, size: int | None) -> str:

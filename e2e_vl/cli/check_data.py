@@ -1,4 +1,4 @@
-"""Check the annotation files of a run before training: problems, sizes, and images shared with other data sets.
+"""Check the files of a run before training: what is missing, problems, sizes, and images shared with other data sets.
 
     e2e-vl check-data --config configs/refcoco/vl_bert_base.yaml data.root=DATA
     e2e-vl check-data --config configs/refcoco/vl_bert_base.yaml data.root=DATA \\
@@ -8,7 +8,9 @@
 Reads all samples of the training and evaluation splits as training does, except that images are not decoded (only
 their sizes are read, and none in archives) and that files of region features are read for a sample of the images.
 Prints the first problems, which training would stop at, and counts images, missing image files, boxes, texts, texts
-longer than data.max_text_length or than the encoder can read, and texts without a known answer.
+longer than data.max_text_length or than the encoder can read, and texts without a known answer. It also says which
+tokenizer and weights are missing; those by name are downloaded into their caches, as training does, if there is a
+network.
 Reports images of the evaluation splits that are also in the training split, in the training splits of other configs
 (--with) or among the training images of the detector (--detector-images). Images are identified by COCO ids in file
 names and by Visual Genome ids; --visual-genome maps the latter to COCO ids.
@@ -117,15 +119,26 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     for path in args.detector_images:
         for ids in id_lookup.of_list(path, args.detector_ids):
             detector_ids.update(ids)
+    missing_weights = list_missing_weights(config)
+    for problem in missing_weights:
+        print(f"PROBLEM: {problem}")
     reports = check_data(config, others, id_lookup, detector_ids, args.images)
     for report in reports:
         print("\n".join(report.lines(args.examples)))
-    has_problems = any(report.problems for report in reports)
+    has_problems = bool(missing_weights) or any(report.problems for report in reports)
     if not has_problems:
         print("no problem found")
     if args.json is not None:
-        write_json(args.json, {"splits": [dataclasses.asdict(report) for report in reports]})
+        splits = [dataclasses.asdict(report) for report in reports]
+        write_json(args.json, {"missing_weights": missing_weights, "splits": splits})
     return int(has_problems or (args.no_overlap and any(report.shared for report in reports)))
+
+
+def list_missing_weights(config: RunConfig) -> list[str]:
+    """Return a sentence for each of the weights that the run starts from and that is missing."""
+    from e2e_vl.run.build import find_missing_weights  # late: imports torch
+
+    return list(dict.fromkeys(str(error) for error in find_missing_weights(config)))
 
 
 def check_data(

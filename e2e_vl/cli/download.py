@@ -6,10 +6,11 @@
     e2e-vl download refcoco+ --data DATA --check
 
 Without a name it lists the names. What is there is kept; interrupted downloads continue; sizes and checksums are
-compared where they are known; archives are unpacked and deleted. What needs a form is one sentence that says where the
-files go. --dry-run downloads nothing, but checks that the disk has room, that the servers answer, that the configs are
-valid, and whether there is a GPU. --check says what is there, missing or odd, and compares checksums. The table of
-addresses is configs/downloads.yaml.
+compared where they are known; archives are unpacked and deleted. Models of the Hugging Face hub, such as the tokenizer
+and BERT, go into its cache (HF_HOME), where training finds them without a network. What needs a form is one sentence
+that says where the files go. --dry-run downloads nothing, but checks that the disk has room, that the servers answer,
+that the configs are valid, and whether there is a GPU. --check says what is there, missing or odd, and compares
+checksums. The table of addresses is configs/downloads.yaml.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 from filelock import FileLock, Timeout
 
@@ -32,6 +34,7 @@ from detector.downloads import download_file, missing_library, try_address
 from detector.errors import MissingFileError, UserError
 from detector.io import read_yaml
 from detector.zoo import file_difference
+from e2e_vl.cli.hub_models import HubModel
 from e2e_vl.cli.main import make_parser, print_errors
 from e2e_vl.config_files import CONFIGS, load_config
 from e2e_vl.registry import Config, check_name, decode
@@ -50,6 +53,8 @@ class PublishedFile(Config, frozen=True):
     gb: float | None = None
     checksum: str = ""
     note: str = ""
+
+    needs_gdown: ClassVar[bool] = True
 
     @property
     def bytes(self) -> int:
@@ -83,6 +88,14 @@ class PublishedFile(Config, frozen=True):
                     return f"odd: {path}: {difference}"
         return ""
 
+    def fetch(self, name: str, data: Path) -> None:
+        """Download the file as DATA/downloads/NAME, compare it, and move it, or what it holds, to its places."""
+        fetch(name, self, data)
+
+    def try_addresses(self) -> dict[str, str]:
+        """Ask the servers for the file, without downloading it; answers that begin with "answers" are good."""
+        return {address: try_address(address, self.size) for address in self.address}
+
     def make_links(self, data: Path) -> None:
         """Make the other names of what is there, as relative links."""
         for link, target in self.links.items():
@@ -109,18 +122,25 @@ class Table(Config, frozen=True):
 
     files: dict[str, PublishedFile]
     sets: dict[str, FileSet]
+    models: dict[str, HubModel] = {}  # noqa: RUF012
 
-    def named(self, names: list[str]) -> dict[str, PublishedFile]:
-        """Return the files of these sets, and these files."""
-        files = {}
+    @property
+    def downloads(self) -> dict[str, PublishedFile | HubModel]:
+        """All that has a name of its own."""
+        return {**self.files, **self.models}
+
+    def named(self, names: list[str]) -> dict[str, PublishedFile | HubModel]:
+        """Return the files and models of these sets, and those of these names."""
+        downloads = self.downloads
+        selected = {}
         for name in names:
-            if name in self.files:
-                files[name] = self.files[name]
+            if name in downloads:
+                selected[name] = downloads[name]
                 continue
             check_name(name, self.sets, "name")
-            for file in self.sets[name].files:
-                files[file] = self.files[file]
-        return files
+            for part in self.sets[name].files:
+                selected[part] = downloads[part]
+        return selected
 
 
 def read_table() -> Table:
@@ -246,6 +266,20 @@ def check_disk(files: dict[str, PublishedFile], data: Path) -> str:
     return text
 
 
+def list_names(table: Table) -> None:
+    """Print the sets with the sum of the known sizes of their files, and the models."""
+    for name, file_set in table.sets.items():
+        sizes = {file: table.downloads[file].bytes for file in file_set.files}
+        files = [file if size else f"{file} (?)" for file, size in sizes.items()]
+        total = sum(sizes.values())
+        at_least = "" if all(sizes.values()) else ">"
+        size = f"{at_least:>2s}{total / 1e9:5.1f} GB" if total else f"{'unknown':>10s}"
+        print(f"{name:22s}{size}  {', '.join(files)}")
+    for name, model in table.models.items():
+        print(f"{name:22s}  {model.bytes / 1e9:5.1f} GB  tokenizer and weights, in the cache of the Hugging Face hub")
+    print("(?): of unknown size")
+
+
 @functools.partial(print_errors, advice="Repeat the command to continue.")
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser = make_parser(__doc__, prog)
@@ -257,10 +291,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     data = args.data
     table = read_table()
     if not args.names:
-        for name, file_set in table.sets.items():
-            sizes = [table.files[file].bytes for file in file_set.files]
-            at_least = "" if all(sizes) else ">"
-            print(f"{name:22s}{at_least:>2s}{sum(sizes) / 1e9:5.1f} GB  {', '.join(file_set.files)}")
+        list_names(table)
         return 0
     files = table.named(args.names)
     problems = {name: file.problem(data, with_checksum=args.check) for name, file in files.items()}
@@ -270,9 +301,11 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     if args.check:
         return int(any(problems.values()))
     missing = {name: file for name, file in files.items() if problems[name]}
-    if missing and missing_library():
+    if missing_library() and (args.dry_run or any(file.needs_gdown for file in missing.values())):
         raise UserError(f"{args.names[0]} is not fetched: {missing_library()}.")
-    print(check_disk(missing, data))
+    files_in_data = {name: file for name, file in missing.items() if isinstance(file, PublishedFile)}
+    if files_in_data:
+        print(check_disk(files_in_data, data))
     if args.dry_run:
         configs = []
         for name in args.names:
@@ -284,7 +317,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         try:
             if problems[name].startswith("odd"):
                 raise UserError(f"{name} is {problems[name]}; move it away to download it again.")
-            fetch(name, file, data)
+            file.fetch(name, data)
         except UserError as error:  # the others are downloaded all the same
             failed += 1
             print(f"error: {error}", file=sys.stderr)
@@ -299,18 +332,19 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     return 2 if failed else 0
 
 
-def dry_run(missing: dict[str, PublishedFile], configs: list[str], data: Path) -> int:
+def dry_run(missing: dict[str, PublishedFile | HubModel], configs: list[str], data: Path) -> int:
     """Check what downloads and a training need, without downloading; 1 if a server does not answer as expected."""
     import torch  # slow to import
 
     failed = 0
     for name, file in missing.items():
-        answers = {address: try_address(address, file.size) for address in file.address}
-        failed += not file.form and not any(text.startswith("answers") for text in answers.values())
+        if isinstance(file, PublishedFile) and file.form:
+            print(f"{name}: by hand: {file.form}")
+            continue
+        answers = file.try_addresses()
+        failed += not any(text.startswith("answers") for text in answers.values())
         for address, text in answers.items():
             print(f"{name}: {address} {text}")
-        if file.form:
-            print(f"{name}: by hand: {file.form}")
     for config in configs:
         load_config(CONFIGS / f"{config}.yaml", [f"data.root={data}"])
         print(f"configs/{config}.yaml is valid")

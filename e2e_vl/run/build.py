@@ -8,7 +8,7 @@ import logging
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -320,11 +320,26 @@ def check_inputs(config: RunConfig) -> None:
     """Raise a UserError if the folder of the data or any weights are missing, before anything is drawn or built."""
     if not config.data.synthetic.scenes and not user_path(config.data.root, "data.root").is_dir():
         raise MissingFileError(f"data.root {config.data.root}: no such folder; it is the folder of the data set.")
+    for error in find_missing_weights(config):
+        raise error
+
+
+def find_missing_weights(config: RunConfig) -> Iterator[UserError]:
+    """Yield an error for each of the weights that a run starts from and that is missing.
+
+    Weights by name are downloaded into the caches of torch and the Hugging Face hub if they are not there.
+    """
     if config.detector.weights is not None:
-        detector_checkpoint.find_weights(config.detector.weights)
+        try:
+            detector_checkpoint.find_weights(config.detector.weights)
+        except UserError as error:
+            yield error
     for part, settings in (("encoder", config.encoder), ("task", config.task), ("phrases", config.phrases)):
         for name in filter(None, (settings.weights, getattr(settings, "fallback_weights", None))):
-            find_weights(name, part)
+            try:
+                find_weights(name, part)
+            except UserError as error:
+                yield error
 
 
 def make_synthetic_data(config: RunConfig) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import msgspec
 import numpy as np
 import pytest
@@ -213,3 +214,16 @@ def test_command(tiny_data, data, tmp_path, capsys):
     assert tool.main(words(data, "--examples", 2)) == 1
     printed = capsys.readouterr().out
     assert printed.count("PROBLEM: ") == 4 and "... and 10 more problems" in printed
+
+
+def test_missing_weights_and_tokenizer_are_named_before_the_data(tiny_data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    missing = ["detector.weights=nope.pth", "encoder.weights=bert-base-uncased", "task.weights=old_run"]
+    output = tmp_path / "report.json"
+    assert tool.main(words(tiny_data, *missing, "data.vocabulary=bert-base-uncased", "--json", output)) == 1
+    weights = json.loads(output.read_text())["missing_weights"]
+    assert [problem.partition(":")[0] for problem in weights] == ["nope.pth", "bert-base-uncased", "old_run"]
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[:3] == [f"PROBLEM: {problem}" for problem in weights]
+    assert "PROBLEM: bert-base-uncased: no tokenizer could be loaded from it" in printed
