@@ -137,7 +137,7 @@ class Table(Config, frozen=True):
             if name in downloads:
                 selected[name] = downloads[name]
                 continue
-            check_name(name, self.sets, "name")
+            check_name(name, {**self.sets, **self.models}, "name")
             for part in self.sets[name].files:
                 selected[part] = downloads[part]
         return selected

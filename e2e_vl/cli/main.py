@@ -19,7 +19,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from typing_extensions import override
@@ -38,11 +38,28 @@ CONNECTION_LOST = ("Connection closed by peer", "Connection reset by peer", "Soc
 class CommandParser(argparse.ArgumentParser):
     """A parser whose errors are one sentence, followed by the first example of the help instead of all options."""
 
+    words: Sequence[str] = ()  # of the call
+
+    @override
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        self.words = sys.argv[1:] if args is None else args
+        return super().parse_known_args(args, namespace)
+
+    def starts_with_value(self) -> bool:
+        """Return whether the call begins with a word that needs an option before it, as in `e2e-vl evaluate demo`."""
+        if not self.words or self.words[0].startswith("-") or "=" in self.words[0]:
+            return False
+        positional = [action.dest for action in self._actions if not action.option_strings]
+        return positional in ([], ["overrides"])  # a word that is no setting has no place there
+
     @override
     def error(self, message: str) -> NoReturn:
         """Print a mistake with an example, and exit with status 2."""
         for word in re.findall(r"(?<!\S)--[\w-]+", message.partition("unrecognized arguments:")[2]):
             message += suggest_option(self, word)
+        required = re.search(r"arguments are required: (--[\w-]+)", message)
+        if required is not None and self.starts_with_value():
+            message += f"; did you mean {required[1]} {self.words[0]}?"
         example = re.search(r"^ {4}(\S.*(?:\\\n.*)*)", self.description, re.MULTILINE)
         if example is not None:
             message += f"\nexample: {example[1]}"

@@ -100,6 +100,7 @@ def answers(tmp_path_factory) -> dict[str, tuple[int, str, list[str]]]:
     calls = {usage: ["e2e_vl", *words] for usage, words in HELP.items()}
     calls |= {script: [script, "--help"] for script in SCRIPTS}
     calls["positional"] = ["e2e_vl", "ask", "demo", "photo.jpg", "the small circle"]
+    calls |= {words: ["e2e_vl", *words.split()] for words in ("train demo/refcoco", "score boxes.json")}
     calls |= {name: ["e2e_vl", name, *words.split(), "--nonsense"] for name, words in REQUIRED.items()}
     calls["trian"] = ["e2e_vl", "trian"]
     calls |= {words: ["e2e_vl", *words.replace("RUN", str(run)).split()] for words in WRONG}
@@ -130,8 +131,11 @@ def test_what_a_call_lacks_is_said_with_an_example(answers):
     status, printed, imported = answers["positional"]
     assert (status, imported) == (2, [])
     assert printed.startswith(
-        "error: the following arguments are required: --run\nexample: e2e-vl ask --run RUN --image"
+        "error: the following arguments are required: --run; did you mean --run demo?\n"
+        "example: e2e-vl ask --run RUN --image"
     )
+    assert "--config; did you mean --config demo/refcoco?\n" in answers["train demo/refcoco"][1]
+    assert "did you mean" not in answers["score boxes.json"][1]  # which comes without an option
 
 
 @pytest.mark.parametrize("name", COMMANDS)
