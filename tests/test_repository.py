@@ -106,3 +106,31 @@ def test_no_message_lacks_the_f_of_its_placeholders(folder: str) -> None:
                 if placeholder not in PLACEHOLDERS and names_something(placeholder):
                     unfilled.append(f"{path}:{token.start[0]}: {placeholder}")
     assert not unfilled, "\n".join(unfilled)
+
+
+def test_the_workflow_runs_the_commands_of_ci() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    commands = []
+    for line in script.splitlines():
+        for command in line.split(" && "):
+            name, is_in_environment, words = command.strip().partition(".venv/bin/")
+            if is_in_environment and not name:
+                commands.append(words)
+    assert len(commands) >= 10
+    assert not [command for command in commands if command not in workflow]
+    matrix = yaml.safe_load(workflow)["jobs"]["tests"]["strategy"]["matrix"]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    versions = [name.rpartition(" ")[2] for name in settings["project"]["classifiers"] if ":: Python :: 3." in name]
+    assert len(matrix["os"]) == 3 and set(versions) <= set(matrix["python"])
+
+
+def test_issue_forms_have_what_github_requires() -> None:
+    for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
+        form = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if path.stem == "config":
+            continue
+        assert form["name"] and form["description"]
+        ids = [part["id"] for part in form["body"] if part["type"] != "markdown"]
+        assert ids and len(ids) == len(set(ids))
+        assert all("label" in part["attributes"] for part in form["body"] if part["type"] != "markdown")
