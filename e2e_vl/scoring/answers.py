@@ -103,9 +103,9 @@ def read_answers(path: Path, answer_key: str | None = None) -> AnswerFile:
         return AnswerFile(path, "COCO results", _answers_of_results(path, content), layout="xywh")
     if answer_key is None and "pred_instances" in first:
         return AnswerFile(path, "MMDetection's results", _answers_of_instances(path, content))
-    key = answer_key or _find_answer_key(path, first)
+    key = answer_key or find_answer_key(path, first)
     answers = [_answer_of_row(path, number, row, key) for number, row in enumerate(content)]
-    if any(_is_text(row.get(key)) for row in content):
+    if any(is_text(row.get(key)) for row in content):
         return AnswerFile(path, f"texts under {key!r}", answers, is_pixels=False)
     return AnswerFile(path, f"boxes under {key!r}", answers)
 
@@ -125,7 +125,7 @@ def _answers_by_id(path: Path, content: Mapping[str, Any]) -> list[Answer]:
         where = f"{path}: id {name}"
         if not isinstance(row, Mapping) or "boxes" not in row:
             raise UserError(f"{where}: it has no 'boxes'; see docs/scoring.md for the formats.")
-        boxes = _boxes_of(row["boxes"], where)
+        boxes = boxes_of(row["boxes"], where)
         answers.append(Answer(where, {"id": name}, boxes, _scores_of(row.get("scores"), boxes, where)))
     return answers
 
@@ -136,7 +136,7 @@ def _answers_of_results(path: Path, rows: Sequence[Mapping[str, Any]]) -> list[A
     for number, row in enumerate(rows):
         where = f"{path}: record {number}"
         name = str(row.get("image_id"))
-        new_boxes = _boxes_of(row.get("bbox"), where)
+        new_boxes = boxes_of(row.get("bbox"), where)
         boxes.setdefault(name, []).extend(new_boxes)
         scores.setdefault(name, []).extend(_scores_of([row.get("score")], new_boxes, where))
     return [Answer(f"{path}: image_id {name}", {"id": name}, boxes[name], scores[name]) for name in boxes]
@@ -147,7 +147,7 @@ def _answers_of_instances(path: Path, rows: Sequence[Mapping[str, Any]]) -> list
     for number, row in enumerate(rows):
         where = f"{path}: record {number}"
         instances = row.get("pred_instances") or {}
-        boxes = _boxes_of(instances.get("bboxes"), where)
+        boxes = boxes_of(instances.get("bboxes"), where)
         scores = _scores_of(instances.get("scores"), boxes, where)
         answers.append(Answer(where, _keys_of(row), boxes, scores))
     return answers
@@ -164,10 +164,9 @@ def _answer_of_row(path: Path, number: int, row: Mapping[str, Any], key: str) ->
         keys["words"] = question.get("answer")
     else:
         keys = _keys_of({name: value for name, value in row.items() if name != key})
-    if _is_text(value):
-        return Answer(where, keys, find_boxes(_text_of(value)))
-    boxes = _boxes_of(value, where)
-    return Answer(where, keys, boxes, _scores_of(row.get("scores"), boxes, where))
+    boxes = boxes_of(value, where)
+    scores = None if is_text(value) else _scores_of(row.get("scores"), boxes, where)
+    return Answer(where, keys, boxes, scores)
 
 
 def _keys_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,7 +180,7 @@ def _keys_of(row: Mapping[str, Any]) -> dict[str, Any]:
     return keys
 
 
-def _find_answer_key(path: Path, row: Mapping[str, Any]) -> str:
+def find_answer_key(path: Path, row: Mapping[str, Any]) -> str:
     """Return the only key of a record that can hold the prediction."""
     if "filtered_resps" in row:  # lmms-eval
         return "filtered_resps"
@@ -200,7 +199,7 @@ def _text_keys(row: Mapping[str, Any]) -> list[str]:
     return [key for key in TEXT_KEYS if key in row]
 
 
-def _is_text(value: Any) -> bool:
+def is_text(value: Any) -> bool:
     """Return whether a value is a text, or a list that begins with one."""
     while isinstance(value, list) and value:
         value = value[0]
@@ -214,10 +213,12 @@ def _text_of(value: Any) -> str:
     return value
 
 
-def _boxes_of(value: Any, where: str) -> list[Sequence[float]]:
-    """Return the boxes that a value holds: one, a list of them, or none for null."""
+def boxes_of(value: Any, where: str) -> list[Sequence[float]]:
+    """Return the boxes that a value holds: one, a list of them, those in a text, or none for null."""
     if value is None:
         return []
+    if is_text(value):
+        return find_boxes(_text_of(value))
     boxes = value
     if isinstance(value, Sequence) and value and isinstance(value[0], int | float):
         boxes = [value]

@@ -277,6 +277,38 @@ def test_phrases_of_captions_with_any_box_and_with_merged_boxes(tmp_path, capsys
     assert "1 phrases, but 2" in fails(tmp_path, [record], *options, capsys=capsys)
 
 
+def test_texts_about_phrases_by_caption_and_by_phrase(tmp_path, capsys):
+    draw_flickr30k(tmp_path)
+    options = ("--data", "flickr30k")
+    caption = {"image_id": "77.jpg", "sentence_id": 0}
+    texts = ["They are at [20, 33, 620, 366].", "Red: (20, 33), (120, 366)"]  # thousandths of 500 x 300 pixels
+    by_caption = [{**caption, "answers": texts}]
+    assert "may be in 0-999 or 0-1000" in fails(tmp_path, by_caption, *options, capsys=capsys)
+    numbers = run(tmp_path, by_caption, *options, "--coordinates", "0-1000")
+    assert (value(numbers, "R@1, any box"), value(numbers, "R@1, merged boxes")) == (0.5, 1)
+    by_phrase = [
+        {**caption, "phrase": "red", "response": texts[1]},
+        {**caption, "phrase": "A day", "response": "no box"},
+        {**caption, "phrase": "two  men", "response": texts[0]},
+    ]
+    same = run(tmp_path, by_phrase, *options, "--coordinates", "0-1000")
+    assert same["measures"] == numbers["measures"] and same["counts"]["other_phrases"] == 1
+    assert same["format"] == "texts under 'response' by phrase"
+    by_phrase[0]["response"] = None
+    wrong = run(tmp_path, by_phrase, *options, "--coordinates", "0-1000")
+    assert value(wrong, "R@1, merged boxes") == 0.5 and wrong["counts"]["without_box"] == 1
+    assert "too many records about 'red'" in fails(tmp_path, [*by_phrase, by_phrase[0]], *options, capsys=capsys)
+    assert "no record about its phrase 'two men'" in fails(tmp_path, by_phrase[:2], *options, capsys=capsys)
+
+
+def test_a_missing_file_is_named_before_the_data(tmp_path, capsys):
+    assert score.main([str(tmp_path / "nope.json"), *DATA, "--root", str(tmp_path)]) == 2
+    assert "nope.json: no such file" in capsys.readouterr().err
+    (tmp_path / "boxes.json").write_text("[]")
+    assert score.main([str(tmp_path / "boxes.json"), *DATA, "--root", str(tmp_path)]) == 2
+    assert "--root is the folder of the data set, which `e2e-vl download" in capsys.readouterr().err
+
+
 def test_images_of_a_pretraining_are_counted_and_left_out(tmp_path, capsys):
     rows = draw_refcoco(tmp_path, 0)
     answers = [{"sent_id": row["sent_id"], "box": row["box"]} for row in rows]
