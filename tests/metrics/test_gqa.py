@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from e2e_vl.metrics.gqa import GQAPrediction, belongs, gqa_metrics, gqa_scores, grounding
+from detector.errors import UserError
+from e2e_vl.metrics.gqa import GQAPrediction, belongs, gqa_metrics, gqa_scores, grounding, write_submission
 
 QUERY = {"structural": "query", "semantic": "attr", "detailed": "color"}
 VERIFY = {"structural": "verify", "semantic": "obj", "detailed": "exist"}
@@ -54,3 +57,13 @@ def test_grounding_weighs_attention_by_the_share_of_a_region_in_the_boxes():
     assert grounding([(0.25, 0.0, 0.75, 1.0)], regions) == pytest.approx(0.5)
     assert grounding([(0.0, 0.0, 0.5, 1.0)] * 2, regions) == pytest.approx(1.2), "each box counts"
     assert grounding([], regions) == 0
+
+
+def test_the_file_of_the_server(tmp_path):
+    """Ids are texts, with their zeros."""
+    path = tmp_path / "deep" / "gqa.json"
+    write_submission(path, [record("00000100", "blue", None), record("7", "yes")])
+    expected = [{"questionId": "00000100", "prediction": "blue"}, {"questionId": "7", "prediction": "yes"}]
+    assert json.loads(path.read_text(encoding="utf-8")) == expected
+    with pytest.raises(UserError, match="the text 7 is listed twice"):
+        write_submission(path, [record("7", "yes"), record("7", "no")])

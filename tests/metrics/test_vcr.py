@@ -37,7 +37,10 @@ def test_predictions_of_two_runs_make_a_file(tmp_path):
     path = tmp_path / "new" / "test.csv"
     answers = [prediction("b", "answer", np.array([0.1, 0.2, 0.3, 1 / 3]), 0), answer("a", 2)]
     write_submission(path, answers, [rationale(name, given, 3 - given) for name in "ab" for given in range(4)])
-    assert path.read_text().splitlines()[0] == ",".join(COLUMNS)
+    columns = path.read_text().splitlines()[0].split(",")
+    assert columns == list(COLUMNS) and len(columns) == 21
+    assert columns[:5] == ["annot_id", "answer_0", "answer_1", "answer_2", "answer_3"]
+    assert columns[5::5] == [f"rationale_conditioned_on_a{number}_{number}" for number in range(4)]
     again = read_leaderboard(path)
     assert again.annot_ids == ["b", "a"]
     np.testing.assert_array_equal(again.answers, [[0.1, 0.2, 0.3, 1 / 3], BEST[2]])

@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from detector.errors import UserError
 from e2e_vl.data.batching import random_generator
 from e2e_vl.samples import CorrectChoice, Question, Sample, SampleImage, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, TaskOutput
 from e2e_vl.tasks.config import NLVR2Config
-from e2e_vl.tasks.nlvr2 import NLVR2Targets, NLVR2Task, nlvr2_scores
+from e2e_vl.tasks.nlvr2 import NLVR2Prediction, NLVR2Targets, NLVR2Task, nlvr2_scores, write_submission
 from e2e_vl.text import TextTokenizer
 from tests.tasks.batches import make_batch, output_of
 from tests.tasks.preprocessors import decoded, photo
@@ -94,3 +95,16 @@ def test_a_sentence_about_two_images(tokenizer, tmp_path):
 def test_a_question_about_two_images(tmp_path):
     sample = make_task().question(Question(tmp_path / "a", "both", others=(tmp_path / "b",)))
     assert len(sample.images) == 2 and sample.texts[0].image_index == (0, 1) and sample.texts[0].truth is None
+
+
+def test_the_file_of_the_official_script(tmp_path):
+    """It has no header; the official script compares the letters without their case."""
+    path = tmp_path / "deep" / "nlvr2.csv"
+    predictions = []
+    for identifier, answer in (("test1-0-1-0", "True"), ("test1-0-1-1", "False")):
+        fields = {"identifier": identifier, "prediction": answer, "score": 0.9, "true": 0.9, "file_names": ()}
+        predictions.append(NLVR2Prediction(**fields))
+    write_submission(path, predictions)
+    assert path.read_text(encoding="utf-8") == "test1-0-1-0,True\ntest1-0-1-1,False\n"
+    with pytest.raises(UserError, match="the text test1-0-1-0 is listed twice"):
+        write_submission(path, predictions[:1] * 2)
