@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -186,6 +187,27 @@ def test_bad_images_of_a_folder_do_not_lose_the_other_answers(trained_run, tmp_p
     assert printed.err.startswith("error: 2 of 4 questions have no answer: ") and printed.err.count("\n") == 1
     assert "b.jpg" in printed.err and "c.jpg" in printed.err and "a.jpg" not in printed.err
     assert printed.out.count(": elephant; the model does not know") == 2 and "Warning" not in printed.err
+
+
+def test_a_video_is_asked_about_frame_by_frame(trained_run, tmp_path, capsys):
+    """At the rate of --fps, in order of time; each answer says which frame it is about."""
+    clip = tmp_path / "clip.avi"
+    image = cv2.imread(str(first_image(trained_run.path)))
+    writer = cv2.VideoWriter(str(clip), cv2.VideoWriter_fourcc(*"MJPG"), 4.0, image.shape[1::-1])
+    for _ in range(4):
+        writer.write(image)
+    writer.release()
+    out = tmp_path / "out"
+    assert tool.main(ask(trained_run.path, clip, "the star", "--fps", 2, "--output", out)) == 0
+    printed = capsys.readouterr().out.splitlines()
+    names = [f"{clip} at 0.00 s", f"{clip} at 0.50 s"]
+    assert [line for line in printed if line.endswith(": the star")] == [f"{name}: the star" for name in names]
+    records = [json.loads((out / number / "answer.json").read_text("utf-8")) for number in ("0001", "0002")]
+    assert [record["image"] for record in records] == names
+    assert tool.main(ask(trained_run.path, clip, "the star")) == 0  # one frame per second
+    assert capsys.readouterr().out.count(" at ") == 0, "one question is not named"
+    photo = first_image(trained_run.path)
+    assert "--fps is for a video file" in refused(ask(trained_run.path, photo, "the star", "--fps", 2), capsys)
 
 
 @pytest.mark.parametrize(("setting", "message"), [("blank_text", "the text"), ("blank_image", "the image")])
