@@ -163,6 +163,8 @@ def open_image(source: str | Path | bytes, name: str) -> Image.Image:
             return Image.open(_stream(source), formats=("HEIF",))
     elif kind == "an AVIF image":
         advice = "pip install 'pillow>=11.3', or convert it to JPEG"
+    elif kind == "a video":
+        advice = "ask about its frames (`e2e-vl ask --fps 1`, e2e_vl.video_frames)"
     else:
         advice = "check its address, replace it, or convert it to JPEG or PNG"
     raise UserError(f"Image {name} is {kind}, which cannot be read; {advice}.")

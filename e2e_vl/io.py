@@ -234,7 +234,7 @@ def find_model_folder(folder: Path) -> Path:
             f"The training of {folder} has not ended; continue it with e2e-vl train --config {folder / 'config.yaml'} "
             "--resume."
         )
-    if folder.suffix in _FILE_ENDS[2:] or any(folder.glob("*.safetensors")):
+    if (folder.suffix in _FILE_ENDS[2:] and folder.exists()) or any(folder.glob("*.safetensors")):
         raise UserError(f"{folder} has weights without a run; a detector is loaded by e2e_vl.load_detector.")
     what = "contains no trained model (no model/config.yaml)" if folder.exists() else "does not exist"
     raise MissingFileError(f"{folder} {what}; give a run directory of `e2e-vl train`, or demo.")

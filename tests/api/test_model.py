@@ -213,6 +213,7 @@ def test_mistakes_get_a_sentence(model, trained_run, records, tmp_path):
         (trained_run.path / "model" / "detector", "e2e_vl.load_detector"),
         (image, "contains no trained model"),
         ("nothing", "nothing does not exist"),
+        ("nothing.pth", "nothing.pth does not exist"),
         (None, "must be a path, not NoneType"),
     ):
         with pytest.raises(UserError, match=message):

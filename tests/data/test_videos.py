@@ -39,6 +39,11 @@ def test_a_rate_above_that_of_the_video_gives_every_frame_once(clip):
     assert len(list(e2e_vl.video_frames(clip, 1000))) == len(LEVELS)
 
 
+def test_a_video_in_place_of_an_image_is_told_how_to_get_its_frames(clip):
+    with pytest.raises(UserError, match=r"is a video, which cannot be read; ask about its frames \(.*video_frames\)"):
+        load_image(clip, "RGB")
+
+
 def test_what_is_no_video_is_refused(tmp_path):
     (tmp_path / "clip.mp4").write_text("no video")
     with pytest.raises(UserError, match="no frame of this video"):
