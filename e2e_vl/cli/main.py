@@ -137,7 +137,7 @@ def print_stop(stopped: StoppedRunError) -> int:
 # name -> function (imported when called) and description
 COMMANDS = {
     "download": ("download:main", "download data sets, published weights and features by name"),
-    "check-data": ("check_data:main", "check annotation files, and find images shared between data sets"),
+    "check-data": ("check_data:main", "check the files of a training before it, and find shared images"),
     "train": ("run:train", "train detector, encoder and task together"),
     "evaluate": ("run:evaluate", "evaluate a trained run on a split"),
     "score": ("score:main", "score anybody's predictions of referring expressions or phrases"),
