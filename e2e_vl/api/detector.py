@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypeAlias, TypedDict, Unpack, overload
 
 import torch
 
@@ -16,6 +17,18 @@ from e2e_vl.data.user_inputs import convert_boxes
 from e2e_vl.extraction.regions import LoadedDetector, extract_image
 from e2e_vl.run.devices import choose_device, choose_precision, computing_in
 from e2e_vl.samples import AnnotatedObjects
+
+Images: TypeAlias = list[Any] | Iterator[Any]  # arguments that are many images, whatever they hold
+
+
+class RegionOptions(TypedDict, total=False):
+    """The options of `TrainedDetector.regions`, for type checkers."""
+
+    boxes: Any
+    min_score: float | None
+    min_regions: int | None
+    max_regions: int | None
+    stacklevel: int
 
 
 class TrainedDetector:
@@ -61,6 +74,10 @@ class TrainedDetector:
         """Names of the detector's classes; None: unknown."""
         return self.network.class_names
 
+    @overload
+    def regions(self, image: Images, **options: Unpack[RegionOptions]) -> list[ImageRegions]: ...
+    @overload
+    def regions(self, image: Any, **options: Unpack[RegionOptions]) -> ImageRegions | Any: ...  # a list for a folder
     def regions(
         self,
         image: Any,

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack, overload
 
 import msgspec
 import numpy as np
@@ -24,7 +24,7 @@ from detector.boxes import pairwise_iou
 from detector.errors import MissingFileError, UserError, first_line
 from detector.images import ResizeRule
 from detector.io import atomic_files, read_json, read_yaml, write_json
-from e2e_vl.api.detector import TrainedDetector
+from e2e_vl.api.detector import Images, RegionOptions, TrainedDetector
 from e2e_vl.api.questions import check_min_score, check_top_k, make_questions
 from e2e_vl.api.results import GREY, Answer, ExampleScene, ImageRegions, Region, box_marks, draw_on
 from e2e_vl.api.sharing import MODEL_CARD, evaluation_results, without_absolute_paths
@@ -65,6 +65,16 @@ __all__ = [
 ]
 
 SAME_REGION = 0.5  # IoU from which two boxes are of one region
+
+
+class AskOptions(TypedDict, total=False):
+    """The options of `TrainedModel.ask`, for type checkers."""
+
+    boxes: Any
+    choices: Sequence[Any]
+    answer: Any
+    top_k: int | None
+    min_score: float | None
 
 
 class TrainedModel(
@@ -187,6 +197,12 @@ class TrainedModel(
         """Names of the detector's classes; None: unknown."""
         return self.network.detector.class_names
 
+    @overload
+    def ask(self, image: Any, text: list[str] | Iterator[str], **options: Unpack[AskOptions]) -> list[Answer]: ...
+    @overload
+    def ask(self, image: Images, text: str, **options: Unpack[AskOptions]) -> list[Answer]: ...
+    @overload
+    def ask(self, image: Any, text: str, **options: Unpack[AskOptions]) -> Answer | Any: ...  # a list for a folder
     def ask(
         self,
         image: Any,
@@ -241,10 +257,15 @@ class TrainedModel(
         question = Question(to_image_file(image), text, boxes_to_mask=convert_boxes(boxes))
         return self._answer_with_warnings([question])[0]
 
-    def regions(self, image: Any, **kwargs: Any) -> ImageRegions | list[ImageRegions]:
+    @overload
+    def regions(self, image: Images, **options: Unpack[RegionOptions]) -> list[ImageRegions]: ...
+    @overload
+    def regions(self, image: Any, **options: Unpack[RegionOptions]) -> ImageRegions | Any: ...  # a list for a folder
+    def regions(self, image: Any, **options: Unpack[RegionOptions]) -> ImageRegions | list[ImageRegions]:
         """Predict or describe regions with the model's detector; see `TrainedDetector.regions`."""
         self._require_detector()
-        return self.detector.regions(image, **kwargs, stacklevel=3)
+        options.setdefault("stacklevel", 3)
+        return self.detector.regions(image, **options)
 
     @functools.cached_property
     def detector(self) -> TrainedDetector:
