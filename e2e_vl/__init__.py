@@ -19,10 +19,11 @@ from e2e_vl.registry import ENCODERS
 if TYPE_CHECKING:
     from e2e_vl.api.detector import TrainedDetector
     from e2e_vl.api.model import TrainedModel
+    from e2e_vl.extraction.proposers import Proposer
     from e2e_vl.samples import ImageBytes
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "load", "load_detector", "register_encoders", "video_frames"]
+__all__ = ["__version__", "load", "load_detector", "load_proposer", "register_encoders", "video_frames"]
 
 
 def load(
@@ -91,6 +92,23 @@ def load_detector(
     device = choose_device(device)  # before weights are downloaded
     loaded = find_detector(source, config, class_names=class_names, attribute_names=attribute_names)
     return TrainedDetector(loaded, device, dtype)
+
+
+def load_proposer(source: str | Path, device: Any = None) -> Proposer:
+    """Load an object detector of transformers, for `model(image, text, boxes=proposer(image))`.
+
+    Args:
+        source: a name on the Hugging Face hub, or a folder, of a model for object detection (DETR, RT-DETR, D-FINE,
+            RF-DETR, ...) or for zero-shot object detection, which looks for texts (Grounding DINO, OWLv2, ...).
+        device: as in `load`.
+    """
+    from e2e_vl.extraction import proposers  # late, as above
+    from e2e_vl.run.devices import choose_device
+
+    device = choose_device(device)  # before weights are downloaded
+    proposer = proposers.load_proposer(source)
+    proposer.network.to(device)
+    return proposer
 
 
 def register_encoders() -> None:

@@ -399,6 +399,14 @@ DEFAULT_SELECTIONS = {  # VL-BERT section 4.1; bottom-up attention; the features
 DISPLAY_SELECTION = SelectionRule(0.2, 10, 36)  # with the rule "score", for display: fewer regions, at lower scores
 
 
+class ProposalRule(Config, frozen=True):
+    """Which boxes of one pass of an object detector are kept."""
+
+    min_score: Fraction = 0.05  # the best box stays, whatever its score
+    max_boxes: PositiveInt = 30  # those with the highest scores
+    nms_threshold: Fraction = 0.8  # of boxes with a higher IoU, whatever they are called, the better one stays
+
+
 @dataclasses.dataclass(frozen=True)
 class ExtractionConfig:
     """How regions are selected, and what is stored for each.

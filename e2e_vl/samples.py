@@ -81,6 +81,7 @@ class CandidateBoxes:
     features: np.ndarray | None = None  # float32 [R, D]
     image_feature: np.ndarray | None = None  # float32 [D], feature of the whole image
     predictions: BoxPredictions = BoxPredictions()
+    phrases: tuple[str, ...] | None = None  # R phrases or class names, for which a detector proposed the boxes
 
 
 class ImageKey(NamedTuple):

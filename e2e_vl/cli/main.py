@@ -145,6 +145,7 @@ COMMANDS = {
     "ask": ("ask:main", "ask a trained run about images"),
     "explore": ("explore:main", "open a web page to explore a trained run"),
     "extract": ("extract:main", "extract regions and features from one or many images"),
+    "detect": ("detect:main", "let any object detector of transformers propose boxes"),
     "import-features": ("import_features:main", "convert published region features"),
     "analyze-attention": ("analyze_attention:main", "measure what attention heads ground"),
     "probe": ("probe:main", "measure what region features know, and their gradients"),

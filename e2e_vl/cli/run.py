@@ -30,8 +30,9 @@ EVALUATE = """Evaluate a trained run on any split with any source of boxes.
     e2e-vl evaluate --num-processes 4 --run runs/demo_refcoco --split val --boxes online --iou mattnet
     accelerate launch tools/evaluate.py --run runs/demo_refcoco --split val --boxes online --iou mattnet
 
-Candidate boxes: `gt` (all annotated boxes of the image), `detections` (a file in MAttNet's format), `online` (predicted
-by the model's detector), or `precomputed` (from the features file, for a run on precomputed features).
+Candidate boxes: `gt` (all annotated boxes of the image), `detections` (a file in MAttNet's format or of COCO's
+results), `online` (predicted by the model's detector), or `precomputed` (from the features file, for a run on
+precomputed features).
 IoU conventions for referring expressions, all with threshold 0.5:
   mattnet  xywh boxes, inclusive overlap, IoU >= 0.5: the protocol of MAttNet and most later papers
   vlbert   the official VL-BERT code: every extent + 1 pixel, prediction clamped to the image, IoU >= 0.5

@@ -13,7 +13,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from typing_extensions import override
@@ -31,6 +31,7 @@ from e2e_vl.data.tables import SkippedRecords
 from e2e_vl.io import FourNumbers, Id, Record, Score, box_corners
 from e2e_vl.samples import (
     AnnotatedObjects,
+    BoxPredictions,
     BrokenImageError,
     CandidateBoxes,
     ImageBytes,
@@ -41,7 +42,7 @@ from e2e_vl.transforms import DetectionObjects, ImageTransform, LoadedImage
 
 logger = logging.getLogger(__name__)
 
-# Files of candidate boxes: detections in MAttNet's format, and region features
+# Files of candidate boxes: detections in the format of MAttNet or of COCO's results, and region features
 
 
 class BoxReader(abc.ABC):
@@ -110,53 +111,70 @@ class BoxesOfSplits(BoxReader):
 
 class _Detection(Record):
     image_id: Id
-    box: FourNumbers  # x, y, width, height
     score: Score
+    box: FourNumbers | None = None  # MAttNet's: x, y, width, height
+    bbox: FourNumbers | None = None  # the same in COCO's results
+    category_name: str | None = None
+    phrase: str | None = None  # that the detector looked for
 
 
-def read_detections(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Read boxes float64 [R, 4] and scores float32 [R] of each image in MAttNet's `*_dets.json`, in file order.
+class ImageDetections(NamedTuple):
+    """The detections of one image, in file order."""
 
-    The file is an unsorted list of {`image_id`, `box` [x, y, w, h], `score`, ...}. Boxes with a side of 0 are skipped,
-    and their number is logged; a negative side is an error.
+    boxes: np.ndarray  # float64 [R, 4]
+    scores: np.ndarray  # float32 [R]
+    phrases: tuple[str, ...]  # R phrases or class names; "": the file has none
+
+
+def read_detections(path: Path) -> dict[str, ImageDetections]:
+    """Read the detections of each image in MAttNet's `*_dets.json`, or in a file of COCO's results.
+
+    The file is an unsorted list of {`image_id`, `box` or `bbox` [x, y, w, h], `score`, ...}, perhaps with a `phrase` or
+    a `category_name`. Boxes with a side of 0 are skipped, and their number is logged; a negative side is an error.
     """
     boxes: dict[str, list[FourNumbers]] = defaultdict(list)
     scores: dict[str, list[float]] = defaultdict(list)
+    phrases: dict[str, list[str]] = defaultdict(list)
     skipped = SkippedRecords(path)
     for number, detection in enumerate(read_json(path, list[_Detection])):
         image_id = str(detection.image_id)
-        if 0 in detection.box[2:]:
+        sides = detection.box or detection.bbox
+        if sides is None:
+            raise UserError(f"{path}: detection {number} has no bbox, [x, y, width, height]; correct or remove it.")
+        if 0 in sides[2:]:
             skipped.add("detections with an empty box", number)
             continue
-        boxes[image_id].append(box_corners(detection.box, f"{path}: detection {number}"))
+        boxes[image_id].append(box_corners(sides, f"{path}: detection {number}"))
         scores[image_id].append(detection.score)
+        phrases[image_id].append(detection.phrase or detection.category_name or "")
     skipped.log()
     if boxes:
         require_pixels(np.concatenate(list(boxes.values())), str(path))
     detections = {}
     for image_id, corners in boxes.items():
         box_scores = np.array(scores[image_id], dtype=np.float32)
-        detections[image_id] = (np.array(corners, dtype=np.float64), box_scores)
+        box_corners_of_image = np.array(corners, dtype=np.float64)
+        detections[image_id] = ImageDetections(box_corners_of_image, box_scores, tuple(phrases[image_id]))
     return detections
 
 
 class DetectedBoxes(BoxReader):
-    """Selected boxes from MAttNet's detection files, by descending score."""
+    """Selected boxes from files of detections, by descending score."""
 
     def __init__(self, files: Sequence[Path], selection: SelectionRule) -> None:
         self.files = files
         self.selection = selection
-        self._detections: dict[str, tuple[Path, np.ndarray, np.ndarray]] = {}
+        self._detections: dict[str, tuple[Path, ImageDetections]] = {}
         for path in files:
-            for image_id, (boxes, scores) in read_detections(path).items():
-                self._detections.setdefault(image_id, (path, boxes, scores))
+            for image_id, detections in read_detections(path).items():
+                self._detections.setdefault(image_id, (path, detections))
 
     @override
     def contents(self) -> Iterable[np.ndarray | list[str]]:
         yield list(self._detections)
-        for _, boxes, scores in self._detections.values():
-            yield boxes
-            yield scores
+        for _, detections in self._detections.values():
+            yield detections.boxes
+            yield detections.scores
 
     def __contains__(self, image_id: str) -> bool:
         return image_id in self._detections
@@ -164,9 +182,14 @@ class DetectedBoxes(BoxReader):
     @override
     def read(self, image_id: str) -> CandidateBoxes:
         self.require_images([ImageKey(0, image_id)], "data")
-        path, boxes, scores = self._detections[image_id]
-        rows = select_regions(scores, self.selection).numpy()
-        return CandidateBoxes(boxes[rows], f"{path}: image {image_id}")
+        path, detections = self._detections[image_id]
+        rows = select_regions(detections.scores, self.selection).numpy()
+        return CandidateBoxes(
+            detections.boxes[rows],
+            f"{path}: image {image_id}",
+            predictions=BoxPredictions(scores=detections.scores[rows]),
+            phrases=tuple(detections.phrases[row] for row in rows),
+        )
 
     def warn_of_boxes_outside(self, sizes: Mapping[str, tuple[int, int]]) -> None:
         """Log a warning if many boxes exceed their images, such as corners in place of width and height.
@@ -177,7 +200,7 @@ class DetectedBoxes(BoxReader):
         image_ids = [image_id for image_id in sizes if image_id in self]
         if not image_ids:
             return
-        boxes = [self._detections[image_id][1] for image_id in image_ids]
+        boxes = [self._detections[image_id][1].boxes for image_id in image_ids]
         counts = [len(rows) for rows in boxes]
         image_sizes = [sizes[image_id][::-1] for image_id in image_ids]
         first_path = self._detections[image_ids[0]][0]
@@ -242,12 +265,12 @@ class StoredBoxes(BoxReader):
 def open_boxes(
     files: Sequence[Path], selection: SelectionRule, *, with_features: bool, limit: int | None = None
 ) -> BoxReader:
-    """Open box files of one format: `.json` is MAttNet's, all others are region features; see `StoredBoxes`."""
+    """Open box files of one format: `.json` has detections, all others are region features; see `StoredBoxes`."""
     if files[0].suffix.lower() != ".json":
         stores = [open_features(path) for path in files]
         return StoredBoxes(stores, selection, with_features=with_features, limit=limit)
     if with_features:
-        raise UserError(f"{files[0]}: boxes in MAttNet's format have no features; use a file of region features")
+        raise UserError(f"{files[0]}: detections have no features; use a file of region features")
     return DetectedBoxes(files, selection)
 
 

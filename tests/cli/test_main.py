@@ -48,6 +48,7 @@ REQUIRED = {
     "ask": "--run x --image x --text x",
     "explore": "--run x",
     "extract": "x --output x",
+    "detect": "x --model x --output x",
     "import-features": "ban x --ids x --output x",
     "analyze-attention": "--run x",
     "probe": "--run x",

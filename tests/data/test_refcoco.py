@@ -204,7 +204,7 @@ def test_expressions_boxes_and_detections_line_up_with_real_photos(tmp_path):
     assert [len({one.image_id for one in expressions if one.split == split}) for split in SPLITS] == [6, 2, 1, 1]
     detections = root / "detections" / "refcoco+_unc" / "res101_coco_minus_refer_notime_dets.json"
     detected = read_detections(detections)
-    assert sum(len(boxes) for boxes, _ in detected.values()) == 158
+    assert sum(len(detections.boxes) for detections in detected.values()) == 158
 
     build_vocabulary((expression.words for expression in expressions), tmp_path / "vocab.txt")
     preprocessor = ReferringTask(8).preprocessor(TextTokenizer(load_tokenizer(tmp_path / "vocab.txt")))
