@@ -51,8 +51,8 @@ class HubModel(Config, frozen=True):
         for file in self.files:
             try:
                 huggingface_hub.hf_hub_download(self.repository, file)
-            except OSError as error:
-                if error.errno == errno.ENOSPC:
+            except Exception as error:  # the hub and its HTTP library raise many kinds
+                if isinstance(error, OSError) and error.errno == errno.ENOSPC:
                     raise
                 raise MissingFileError(
                     f"{name} cannot be fetched from the Hugging Face hub ({first_line(error)}): repeat the command "
