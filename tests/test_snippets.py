@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -234,3 +235,12 @@ def test_the_notebook() -> None:
         and names["after"]["steps"] == 2
         and (names["folder"] / "saved" / "README.md").is_file()
     )
+
+
+def test_the_notebook_opens_in_colab_from_the_repository() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    address = project.get("urls", {}).get("Repository", "https://github.com/OWNER/REPOSITORY")  # see .ci/release
+    cells = json.loads((ROOT / "docs" / "quickstart.ipynb").read_text("utf-8"))["cells"]
+    link = f"https://colab.research.google.com/github/{address.removeprefix('https://github.com/')}/blob/main/docs/"
+    assert f"({link}quickstart.ipynb)" in "".join(cells[0]["source"])
+    assert f'"git+{address}"' in "".join(cells[1]["source"])
