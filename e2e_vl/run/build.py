@@ -34,7 +34,7 @@ from e2e_vl.encoders.base import Encoder
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.registry import DATASETS, DETECTORS, ENCODERS, TASKS, Config
 from e2e_vl.structures import Ability, Batch
-from e2e_vl.synthetic.generate import OtherFilesError, make_scenes
+from e2e_vl.synthetic.generate import OtherFilesError, is_unfinished, make_scenes
 from e2e_vl.tasks.base import Sizes, Task
 from e2e_vl.tasks.phrase_head import PhraseHead
 from e2e_vl.text import TextTokenizer, build_vocabulary, load_tokenizer
@@ -369,9 +369,18 @@ def make_synthetic_data(config: RunConfig) -> None:
 
 
 def draw_missing_scenes(config: RunConfig) -> None:
-    """Draw the scenes of a trained run if the folder `data.root` is gone: the bundled demo comes without them."""
-    if config.data.synthetic.scenes and not user_path(config.data.root, "data.root").exists():
+    """Draw the scenes of a trained run if the folder `data.root` is gone: the bundled demo comes without them.
+
+    They are also drawn if such a drawing was interrupted.
+    """
+    if not config.data.synthetic.scenes:
+        return
+    root = user_path(config.data.root, "data.root")
+    if not root.exists():
         logger.warning("%s does not exist, so the scenes of this run are drawn there first.", config.data.root)
+        make_synthetic_data(config)
+    elif is_unfinished(root):
+        logger.warning("%s is unfinished, so the scenes of this run are drawn there first.", config.data.root)
         make_synthetic_data(config)
 
 

@@ -172,6 +172,11 @@ def make_scenes(
         return stamp
 
 
+def is_unfinished(output: Path) -> bool:
+    """Return whether the drawing of a data set was interrupted."""
+    return (output / _UNFINISHED).exists() and not (output / STAMP).exists()
+
+
 def _positions(recipe: Recipe, images: Path) -> list[ScenePosition]:
     """Return the positions of all scenes of the data set, whose image files lie in a folder."""
     positions: list[ScenePosition] = []

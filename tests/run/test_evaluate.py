@@ -47,6 +47,13 @@ def test_scenes_of_a_run_are_drawn_where_they_are_missing(trained_run, tmp_path,
     )
     assert_same(metrics, {name: trained_run.metrics[name] for name in metrics})
     assert f"{root} does not exist, so the scenes of this run are drawn there first." in caplog.text
+    (root / "synthetic.json").rename(root / "synthetic.json.unfinished")  # an evaluation was stopped while it drew
+    shutil.rmtree(root / "refcoco+")
+    again, _ = evaluate_run(
+        trained_run.path, split="val", boxes="gt", output=tmp_path / "p.json", overrides=[f"data.root={root}"]
+    )
+    assert_same(again, metrics)
+    assert f"{root} is unfinished, so the scenes of this run are drawn there first." in caplog.text
 
 
 def test_boxes_of_a_detector_that_never_learned_to_find_any_are_warned_of(tiny_config, trained_run, caplog):
