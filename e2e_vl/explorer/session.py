@@ -1,4 +1,4 @@
-"""The state of one user's session: an image, a text, masked regions, and the selected attention. Independent of gradio.
+"""The state of one user's session: an image, phrases, masked regions, and the selected attention. Without gradio.
 
 Shape legend: see `e2e_vl/structures.py`; also
     items  queries and keys of the attention: words, whole images, an end token, then the R regions
@@ -16,13 +16,16 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
+import torchvision
 from torch import Tensor
 
 from detector.errors import UserError
 from detector.images import ResizeRule, load_resized, mask_rectangles, normalise_images
-from e2e_vl.api.model import GREY, Answer, TrainedModel, box_marks
-from e2e_vl.drawing import BLUE, RED, Colour, draw_boxes, draw_heat_map
-from e2e_vl.predictions import Box
+from detector.io import json_text
+from e2e_vl.api.model import GREY, Answer, TrainedModel
+from e2e_vl.drawing import BLUE, RED, Colour, choose_box_colours, draw_boxes, draw_heat_map
+from e2e_vl.predictions import Box, GroundedPhrase
 from e2e_vl.samples import ImageBytes, Question
 from e2e_vl.structures import AttentionBlock, Batch, ModelOutput
 
@@ -31,6 +34,9 @@ logger = logging.getLogger(__name__)
 DISPLAY_SIZE = ResizeRule(600, 640)
 MAX_EXAMPLES = 12
 MAX_TEXT_LENGTH = 500  # characters
+MAX_PHRASES = 8  # in one text
+MIN_SCORE = 0.2  # detection score from which regions are shown at first
+MAX_OVERLAP = 0.7  # IoU with a better region from which a region is hidden at first
 REPOOLED_NOTE = (
     "The detector of this run pools features from its proposals before it refines them (FEATURES_OF: proposal). The "
     "explorer pools them from the refined boxes, with and without masked regions, so that the two answers can be "
@@ -64,6 +70,15 @@ def read_image(path: Path) -> UserImage:
     return UserImage(ImageBytes(content, path.name), size, pixels)
 
 
+def percent(score: float) -> str:
+    """Return a score as a whole percentage; only 0 and 1 are called 0 % and 100 %."""
+    if 0 < score < 0.005:
+        return "under 1 %"
+    if 0.995 <= score < 1:
+        return "over 99 %"
+    return f"{100 * score:.0f} %"
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inspection:
     """The answer to one text about one image, with the attention maps."""
@@ -74,6 +89,8 @@ class Inspection:
     attention: np.ndarray  # float32 [steps, heads, items, items] (query, key)
     step_names: tuple[str, ...]  # name of each step, with the items that it connects
     boxes: Tensor  # float32 [R, 4] in pixels of the network's input
+    scores: np.ndarray | None  # float32 [R], detection scores; None: unknown
+    markers: frozenset[int]  # the items [CLS], [SEP] and [END]
 
     def __len__(self) -> int:
         """Return the number of regions."""
@@ -87,30 +104,75 @@ class Inspection:
         return steps[-1] if steps else len(self.attention) - 1
 
     def item_name(self, item: int) -> str:
-        """Return the name of an item: a numbered word, or a region."""
-        if item < len(self.words):
-            return f"{item + 1}: {self.words[item]}"
-        return self.region_name(item - len(self.words))
+        """Return the name of an item: a word with its number, a marker, or a region."""
+        if item >= len(self.words):
+            return self.region_name(item - len(self.words))
+        if item in self.markers:
+            return self.words[item]
+        number = item + 1 - sum(marker < item for marker in self.markers)
+        return f"{number}: {self.words[item]}"
 
     def region_name(self, row: int) -> str:
         """Return the index of a region with its class."""
         return f"region {row} {self.names[row]}".strip()
 
-    def region_at(self, x: float, y: float) -> int | None:
-        """Return the index of the smallest region that contains a point of the original image; None: there is none."""
-        x1, y1, x2, y2 = self.answer.boxes.T
-        contains_point = (x1 <= x) & (x < x2) & (y1 <= y) & (y < y2)
-        if not contains_point.any():
-            return None
-        areas = np.where(contains_point, (x2 - x1) * (y2 - y1), np.inf)
-        return int(areas.argmin())
+    def is_best(self, min_score: float, max_overlap: float) -> np.ndarray:
+        """Return whether each region scores at least `min_score` and overlaps no better one more, bool [R].
+
+        Regions without scores are all best. Regions of the answer are always among them.
+
+        Args:
+            max_overlap: IoU; 1 hides no region.
+        """
+        if self.scores is None:
+            return np.ones(len(self), dtype=bool)
+        boxes = torch.from_numpy(self.answer.boxes)
+        rows = torchvision.ops.nms(boxes, torch.from_numpy(self.scores), max_overlap).numpy()
+        is_best = np.zeros(len(self), dtype=bool)
+        is_best[rows] = self.scores[rows] >= min_score
+        for _, box in self.answer.answer_boxes:
+            is_best |= self._is_at(box)
+        return is_best
+
+    def _is_at(self, box: np.ndarray) -> np.ndarray:
+        """Return whether each region has a box of the original image, bool [R]."""
+        return np.isclose(self.answer.boxes, box, atol=1e-3).all(axis=1)
+
+    def region_at(self, x: float, y: float, rows: Sequence[int]) -> int | None:
+        """Return which of some regions is the smallest around a point of the original image; None: there is none."""
+        around = []
+        for row in rows:
+            x1, y1, x2, y2 = self.answer.boxes[row].tolist()
+            if x1 <= x < x2 and y1 <= y < y2:
+                around.append(((x2 - x1) * (y2 - y1), row))
+        return min(around)[1] if around else None
+
+    @property
+    def sentences(self) -> list[str]:
+        """The answer with its score, such as "star, 77 %", further answers, and warnings."""
+        answer = self.answer
+        if answer.box is not None:
+            sentences = [f"{self._name_at(answer.box) or 'a region'}, {percent(answer.score)}"]
+        elif answer.top_answers:
+            sentences = [f"{text}, {percent(score)}" for text, score in answer.top_answers]
+        else:
+            sentences = list(answer.lines)
+        if answer.is_unsure and sentences:
+            sentences[0] += ", unsure"
+        return [*sentences, *answer.warnings]
+
+    def _name_at(self, box: np.ndarray) -> str:
+        """Return the class of the region with a box; "" if it is unknown."""
+        rows = np.flatnonzero(self._is_at(box))
+        return self.names[rows[0]] if len(rows) else ""
 
     def answer_boxes(self) -> list[tuple[str, Box]]:
         """Return labels and boxes of the answer, in pixels of the original image."""
+        if self.answer.box is not None:
+            return [(self.sentences[0], self.answer.box.tolist())]
         labelled_boxes = []
-        for label, box in self.answer.answer_boxes:
-            rows = np.flatnonzero(np.isclose(self.answer.boxes, box, atol=1e-3).all(axis=1))
-            name = self.names[rows[0]] if len(rows) else ""  # labels of answers about given regions have no name
+        for label, box in self.answer.answer_boxes:  # of given regions: without a name
+            name = self._name_at(box)
             if not label.startswith(name):
                 label = f"{name} {label}".strip()
             labelled_boxes.append((label or "answer", box.tolist()))
@@ -122,17 +184,68 @@ class Session:
     """The state of the page for one user."""
 
     image: UserImage | None = None
-    before: Inspection | None = None  # with all pixels; None: no text yet
-    after: Inspection | None = None  # with masked regions; None: none is masked
+    asked: tuple[Inspection, ...] = ()  # of each phrase, with all pixels; empty: no text yet
+    phrase: int = 0  # index of the phrase whose regions, words and attention are shown
+    after: Inspection | None = None  # of that phrase with masked regions; None: none is masked
     masked: tuple[int, ...] = ()  # indices of masked regions
     item: int | None = None  # the item whose attention is shown; None: none
     step: int = 0
     head: int | None = None  # None: the mean over the heads
+    min_score: float = MIN_SCORE  # detection score of shown regions
+    shows_overlapping: bool = False  # also regions that overlap a better one by more than `MAX_OVERLAP`
+    shows_markers: bool = False  # also [CLS], [SEP] and [END]
+
+    @property
+    def before(self) -> Inspection | None:
+        """The inspection of the phrase with all pixels; None: no text yet."""
+        return self.asked[self.phrase] if self.asked else None
 
     @property
     def shown(self) -> Inspection | None:
         """The inspection whose attention is shown: `after` if regions are masked, else `before`."""
         return self.after or self.before
+
+    @property
+    def shown_words(self) -> list[int]:
+        """The items in the row of words."""
+        inspection = self.shown
+        if inspection is None:
+            return []
+        return [item for item in range(len(inspection.words)) if self.shows_markers or item not in inspection.markers]
+
+    @property
+    def shown_regions(self) -> list[int]:
+        """The regions in the picture: the best ones, those that are masked, and the one whose attention is shown."""
+        if self.before is None:
+            return []
+        # those of `before`, because given regions have no scores
+        is_shown = self.before.is_best(self.min_score, 1 if self.shows_overlapping else MAX_OVERLAP)
+        is_shown[list(self.masked)] = True
+        if self.item is not None and self.item >= len(self.before.words):
+            is_shown[self.item - len(self.before.words)] = True
+        return np.flatnonzero(is_shown).tolist()
+
+    @property
+    def answers(self) -> str:
+        """What the page shows as JSON, as `Answer.save` writes it; a list if it is several answers.
+
+        The last one is that with masked regions, with their indices as `masked`.
+        """
+        answers = [inspection.answer.to_dict() for inspection in self.asked]
+        if self.after is not None:
+            answers.append(self.after.answer.to_dict() | {"masked": list(self.masked)})
+        if not answers:
+            return ""
+        return json_text(answers if len(answers) > 1 else answers[0], "the answer", indent=1)
+
+    def with_image(self, image: UserImage | None) -> Session:
+        """Return the session with another image and the same choices of what is shown."""
+        return Session(
+            image,
+            min_score=self.min_score,
+            shows_overlapping=self.shows_overlapping,
+            shows_markers=self.shows_markers,
+        )
 
     @property
     def attention(self) -> np.ndarray | None:
@@ -213,15 +326,33 @@ class Explorer:
         self.note = REPOOLED_NOTE if self._repools else ""  # how answers may differ from `ask`
 
     def ask(self, session: Session, text: str) -> Session:
-        """Return the session after asking a text about its image; no region is masked."""
+        """Return the session after asking a text about its image; no region is masked.
+
+        The text may be several phrases, with semicolons or line ends between them.
+        """
         if session.image is None:
             raise UserError("There is no image yet; upload one first.")
-        if len(text or "") > MAX_TEXT_LENGTH:  # the page's own limit does not bind a program
+        text = text or ""
+        if len(text) > MAX_TEXT_LENGTH:  # the page's own limit does not bind a program
             raise UserError(f"The text has {len(text):,} characters; write at most {MAX_TEXT_LENGTH}.")
-        inspection = self.inspect(session.image, text)
-        if self._repools:
-            inspection = self.inspect(session.image, text, inspection)
-        return Session(session.image, inspection, step=inspection.best_step)
+        phrases = [phrase.strip() for phrase in re.split(r"[;\n]", text) if phrase.strip()]
+        if len(phrases) > MAX_PHRASES:
+            raise UserError(f"The text has {len(phrases)} phrases; write at most {MAX_PHRASES}.")
+        asked = []
+        for phrase in phrases or [text]:
+            inspection = self.inspect(session.image, phrase)
+            if self._repools:
+                inspection = self.inspect(session.image, phrase, inspection)
+            asked.append(inspection)
+        session = session.with_image(session.image)
+        return dataclasses.replace(session, asked=tuple(asked), step=asked[0].best_step)
+
+    def select(self, session: Session, phrase: int) -> Session:
+        """Return the session with another phrase of its text; the same regions are masked."""
+        session = dataclasses.replace(
+            session, phrase=phrase, item=None, step=session.asked[phrase].best_step, head=None
+        )
+        return self.mask(session, session.masked)
 
     def mask(self, session: Session, rows: Iterable[int]) -> Session:
         """Return the session after asking its text again with the pixels of some regions set to the mean colour.
@@ -245,7 +376,7 @@ class Explorer:
         question = Question(image.file, text)
         if before is None:
             answer, output = self.model.ask_with_output(question)
-            return self._inspection(answer, output, tuple(answer.box_names))
+            return self._inspection(answer, output, tuple(answer.box_names), _detection_scores(output))
 
         def with_regions(batch: Batch) -> Batch:
             # mask the same pixels as pre-training does; a teacher sees the masked image too
@@ -256,9 +387,11 @@ class Explorer:
             return dataclasses.replace(batch, images=images, boxes=[before.boxes.to(images.pixels.device)])
 
         answer, output = self.model.ask_with_output(question, with_regions)
-        return self._inspection(answer, output, before.names)
+        return self._inspection(answer, output, before.names, before.scores)
 
-    def _inspection(self, answer: Answer, output: ModelOutput, names: tuple[str, ...]) -> Inspection:
+    def _inspection(
+        self, answer: Answer, output: ModelOutput, names: tuple[str, ...], scores: np.ndarray | None
+    ) -> Inspection:
         """Return the inspection of a batch with one image and one text."""
         texts = output.batch.texts
         regions = output.text_regions
@@ -276,6 +409,8 @@ class Explorer:
         words = " ".join(tokens).replace(" ##", "").split(" ")
         words += [WHOLE_IMAGE] * len(whole_image_slots)
         words += [END] * len(end_slots)
+        marker_words = {self.model.tokenizer.cls_token, self.model.tokenizer.sep_token, END}
+        markers = frozenset(item for item, word in enumerate(words) if word in marker_words)
         # the first slot of each item, in the order of `slots`
         starts = [slot for slot, token in enumerate(tokens) if not token.startswith("##")]
         starts += range(len(tokens), len(slots))
@@ -306,8 +441,26 @@ class Explorer:
             for number, step in enumerate(graph.steps, start=1):
                 step_names.append(f"{layer_name} {number} of {len(graph.steps)}: {blocks}")
                 visible_maps.append(np.where(is_visible, maps[step], 0))
-        boxes = regions.boxes[0, rows]
-        return Inspection(answer, tuple(words), names, np.stack(visible_maps), tuple(step_names), boxes)
+        return Inspection(
+            answer=answer,
+            words=tuple(words),
+            names=names,
+            attention=np.stack(visible_maps),
+            step_names=tuple(step_names),
+            boxes=regions.boxes[0, rows],
+            scores=scores,
+            markers=markers,
+        )
+
+
+def _detection_scores(output: ModelOutput) -> np.ndarray | None:
+    """Return the detection scores of the regions of a batch's only text, float32 [R]; None: they are unknown."""
+    if output.regions.scores is None:
+        return None
+    regions = output.text_regions
+    rows = regions.row[0][regions.row[0] >= 0]
+    first = int(regions.is_whole_image[0].any())  # a whole image comes before the candidate boxes
+    return output.regions.scores[0][first + rows].float().cpu().numpy()
 
 
 # Pictures: clickable regions with attention, and the boxes of an answer.
@@ -319,7 +472,7 @@ _OUTLINE: Colour = (90, 90, 90)  # of regions that are neither selected nor mask
 
 
 def draw_regions(session: Session) -> np.ndarray | None:
-    """Draw all regions with their indices or attention.
+    """Draw the shown regions with their indices or attention.
 
     Returns uint8 RGB [height, width, 3]; None: no image.
     """
@@ -334,9 +487,9 @@ def draw_regions(session: Session) -> np.ndarray | None:
     boxes = _on_picture(image, inspection.answer.boxes)
     labels = [str(row) for row in range(len(inspection))]
     colours = [_OUTLINE] * len(inspection)
-    order = list(range(len(inspection)))
+    order = session.shown_regions
     if shares is not None:
-        pixels = draw_heat_map(pixels, boxes, shares)
+        pixels = draw_heat_map(pixels, boxes[order], shares[order])
         order.sort(key=lambda row: -shares[row])
         labels = [""] * len(inspection)
         for row in order[:MAX_LABELLED_REGIONS]:
@@ -362,13 +515,25 @@ def draw_answer(session: Session, inspection: Inspection | None, masked: tuple[i
         return None
     answer = inspection.answer
     answer_boxes = inspection.answer_boxes()
-    phrases = answer.shown_phrases()
     labelled_boxes = answer_boxes or answer.attended_regions()
-    boxes = [box for _, box in labelled_boxes]
-    boxes += [phrase.box for phrase in phrases]
-    is_unsure = bool(answer_boxes) and answer.is_unsure
-    marks = box_marks([label for label, _ in labelled_boxes], phrases, is_unsure)
-    return draw_boxes(_cover(session.image, inspection, masked), _on_picture(session.image, boxes), **marks)
+    is_dashed = [bool(answer_boxes) and answer.is_unsure] * len(labelled_boxes)
+    if answer.is_unsure and not answer_boxes:  # a frame around the image says so
+        height, width = session.image.size
+        labelled_boxes.insert(0, (inspection.sentences[0], (0, 0, width, height)))
+        is_dashed.insert(0, True)
+    phrases = answer.shown_phrases()
+    labels = [label for label, _ in labelled_boxes] + [_phrase_label(phrase) for phrase in phrases]
+    boxes = [box for _, box in labelled_boxes] + [phrase.box for phrase in phrases]
+    is_dashed += [not phrase.is_clear for phrase in phrases]
+    colours = choose_box_colours(len(labelled_boxes), len(phrases))
+    pixels = _cover(session.image, inspection, masked)
+    return draw_boxes(pixels, _on_picture(session.image, boxes), labels, colours, dashed=is_dashed)
+
+
+def _phrase_label(phrase: GroundedPhrase) -> str:
+    """Return the words of a phrase with its score."""
+    unsure = "" if phrase.is_clear else ", unsure"
+    return f"{phrase.text}, {percent(phrase.score)}{unsure}"
 
 
 def _on_picture(image: UserImage, boxes: Any) -> np.ndarray:

@@ -129,6 +129,15 @@ class Tab:
 
     def drop(self, element: str, path: Path) -> None:
         """Drop a file on an element."""
+        events = '["dragenter", "dragover", "drop"].map(name => new DragEvent(name, {dataTransfer, ...bubbling}))'
+        self._transfer(element, path, events)
+
+    def paste(self, element: str, path: Path) -> None:
+        """Paste a file while an element has the focus."""
+        self._transfer(element, path, '[new ClipboardEvent("paste", {clipboardData: dataTransfer, ...bubbling})]')
+
+    def _transfer(self, element: str, path: Path, events: str) -> None:
+        """Dispatch events (an expression of `dataTransfer` and `bubbling`) with a file to an element."""
         content = base64.b64encode(path.read_bytes()).decode()
         self.run(
             f"""(element => {{
@@ -136,7 +145,7 @@ class Tab:
                 const kind = "{path.suffix}" == ".png" ? "image/png" : "image/jpeg";
                 const dataTransfer = new DataTransfer();
                 dataTransfer.items.add(new File([bytes], "{path.name}", {{type: kind}}));
-                for (const name of ["dragenter", "dragover", "drop"])
-                    element.dispatchEvent(new DragEvent(name, {{dataTransfer, bubbles: true, cancelable: true}}));
+                const bubbling = {{bubbles: true, cancelable: true}};
+                for (const event of {events}) element.dispatchEvent(event);
             }})({element})"""
         )

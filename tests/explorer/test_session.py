@@ -17,7 +17,16 @@ import e2e_vl
 from detector.errors import UserError
 from detector.images import mask_rectangles, normalise_images
 from e2e_vl.drawing import PALETTE
-from e2e_vl.explorer.session import GREY, Explorer, Session, draw_answer, draw_regions, read_image
+from e2e_vl.explorer.session import (
+    GREY,
+    Explorer,
+    Inspection,
+    Session,
+    draw_answer,
+    draw_regions,
+    percent,
+    read_image,
+)
 from e2e_vl.run.build import build_model
 from e2e_vl.run.checkpoint import save_model
 from e2e_vl.samples import Question
@@ -37,6 +46,11 @@ def record(trained_run) -> dict:
 @pytest.fixture(scope="module")
 def explorer(trained_run) -> Explorer:
     return Explorer(e2e_vl.load(trained_run.path, device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def demo() -> Explorer:
+    return Explorer(e2e_vl.load("demo", device="cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +78,7 @@ def test_attention_of_a_word_and_of_a_region(explorer, asked, record):
     assert asked.after is None and asked.masked == () and asked.attention is None and len(asked.before) > 2
     seen, first = asked.before, len(asked.before.words)
     words = record["text"].split()
-    assert list(seen.words[1 : 1 + len(words)]) == words and seen.item_name(1) == f"2: {words[0]}"
+    assert list(seen.words[1 : 1 + len(words)]) == words and seen.item_name(1) == f"1: {words[0]}"
     assert seen.item_name(first + 1) == seen.region_name(1) == f"region 1 {seen.names[1]}"
     count = first + len(seen)
     assert seen.attention.shape[1:] == (explorer.model.network.encoder.config.num_attention_heads, count, count)
@@ -141,10 +155,10 @@ def test_the_pixels_of_masked_regions_have_the_mean_colour_before_the_detector(e
 
 def test_masking_the_region_of_the_answer_changes_the_answer_and_showing_it_restores_it(explorer, asked):
     box = asked.before.answer.box
-    row = asked.before.region_at(*(box[:2] + box[2:]) / 2)
+    row = asked.before.region_at(*(box[:2] + box[2:]) / 2, asked.shown_regions)
     masked = explorer.toggle(asked, row)
     assert masked.masked == (row,)
-    assert masked.after.answer_boxes()[0][0].split()[0] in asked.before.names, "the detector's name of the region"
+    assert masked.after.answer_boxes()[0][0].split(",")[0] in asked.before.names, "the detector's name of the region"
     assert abs(masked.after.answer.score - asked.before.answer.score) > 1e-4
     assert masked.shown is masked.after and masked.before is asked.before
     shown = explorer.toggle(masked, row)
@@ -152,10 +166,10 @@ def test_masking_the_region_of_the_answer_changes_the_answer_and_showing_it_rest
     assert explorer.ask(masked, "the star").masked == (), "another question begins anew"
 
 
-def test_the_answer_needs_its_own_region_and_no_region_that_the_text_does_not_name():
-    explorer, moved, kept = Explorer(e2e_vl.load("demo", device="cpu")), [], []
-    for file, text in explorer.examples:
-        asked = ask(explorer, file, text)
+def test_the_answer_needs_its_own_region_and_no_region_that_the_text_does_not_name(demo):
+    moved, kept = [], []
+    for file, text in demo.examples:
+        asked = ask(demo, file, text)
         found = asked.before.answer
         if found.box is None:
             continue
@@ -164,19 +178,111 @@ def test_the_answer_needs_its_own_region_and_no_region_that_the_text_does_not_na
         far = max(free, key=lambda row: np.abs(found.boxes[row] - found.box).sum())
         own = int(np.abs(found.boxes - found.box).sum(axis=1).argmin())
         for row, same in ((far, kept), (own, moved)):
-            box = explorer.mask(asked, [row]).after.answer.box
+            box = demo.mask(asked, [row]).after.answer.box
             same.append(box is not None and np.allclose(box, found.box))
     assert len(kept) > 8 and sum(kept) >= len(kept) - 1 and sum(moved) <= len(moved) / 2
 
 
-def test_the_smallest_region_around_a_point_is_found(asked):
+def test_the_smallest_shown_region_around_a_point_is_found(asked):
     boxes = asked.before.answer.boxes
+    rows = list(range(len(boxes)))
     areas = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1)
     for x, y in ((boxes[:, :2] + boxes[:, 2:]) / 2).tolist():
-        found = asked.before.region_at(x, y)
+        found = asked.before.region_at(x, y, rows)
         around = ((boxes[:, :2] <= (x, y)) & (boxes[:, 2:] > (x, y))).all(axis=1)
         assert areas[found] == areas[around].min()
-    assert asked.before.region_at(-1, -1) is None
+    assert asked.before.region_at(-1, -1, rows) is None and asked.before.region_at(x, y, []) is None
+
+
+@pytest.mark.parametrize(
+    ("score", "text"),
+    [(0.0, "0 %"), (0.004, "under 1 %"), (0.0051, "1 %"), (0.766, "77 %"), (0.9949, "99 %"), (0.9951, "over 99 %")],
+)
+def test_only_0_and_1_are_called_so(score, text):
+    assert percent(score) == text and percent(1.0) == "100 %"
+
+
+def test_answers_are_sentences(demo):
+    image, _ = demo.examples[0]
+    star, nothing, unsure = (
+        inspection.sentences for inspection in ask(demo, image, "the purple star; the blue thing; the zebra").asked
+    )
+    assert star == ["star, over 99 %"]
+    assert nothing == ["nothing fits, over 99 %"]
+    assert unsure[0].endswith(" %, unsure") and "zebra" in unsure[1]
+
+
+def test_an_unsure_answer_is_marked_in_the_picture(asked):
+    """An answer without a box gets a dashed frame around the image."""
+    nothing = dataclasses.replace(asked.before.answer, box=None, answer_boxes=[], top_answers=(("nothing fits", 0.5),))
+    pictures = []
+    for is_unsure in (False, True):
+        prediction = msgspec.structs.replace(nothing.prediction, is_unsure=is_unsure)
+        inspection = dataclasses.replace(asked.before, answer=dataclasses.replace(nothing, prediction=prediction))
+        pictures.append(draw_answer(asked, inspection))
+    on_edge = [(picture[:, 0] == PALETTE[0]).all(axis=1).mean() for picture in pictures]
+    assert on_edge[0] == 0 and 0.4 < on_edge[1] < 0.6, "every other dash"
+
+
+def inspection_of(asked: Session, boxes: list[list[float]], scores: list[float] | None) -> Inspection:
+    """Return an inspection of regions whose last one is the answer."""
+    boxes = np.array(boxes, dtype=np.float32)
+    answer = dataclasses.replace(
+        asked.before.answer, boxes=boxes, box=boxes[-1], answer_boxes=[("star 0.90", boxes[-1])]
+    )
+    scores = None if scores is None else np.array(scores, dtype=np.float32)
+    return dataclasses.replace(asked.before, answer=answer, names=("star",) * len(boxes), scores=scores)
+
+
+def test_weak_and_overlapping_regions_are_hidden_unless_asked_for(asked):
+    boxes = [[0, 0, 10, 10], [0, 0, 10, 8], [0, 0, 10, 6], [20, 0, 30, 10], [40, 0, 50, 10]]
+    seen = inspection_of(asked, boxes, [0.9, 0.8, 0.7, 0.19, 0.1])
+    session = dataclasses.replace(asked, asked=(seen,))
+    assert session.shown_regions == [0, 2, 4], "IoU 0.8, 0.6; the answer is always shown"
+    assert dataclasses.replace(session, min_score=0.15).shown_regions == [0, 2, 3, 4]
+    assert dataclasses.replace(session, shows_overlapping=True).shown_regions == [0, 1, 2, 4]
+    assert dataclasses.replace(session, masked=(1,)).shown_regions == [0, 1, 2, 4]
+    assert with_item(session, len(seen.words) + 3).shown_regions == [0, 2, 3, 4]
+    given = dataclasses.replace(asked, asked=(inspection_of(asked, boxes, None),))
+    assert given.shown_regions == [0, 1, 2, 3, 4], "without scores none is better"
+
+
+def test_each_region_has_the_score_of_its_box(explorer, asked, record):
+    _, output = explorer.model.ask_with_output(Question(Path(record["file_name"]), record["text"]))
+    assert torch.equal(output.regions.boxes[0][1:], asked.before.boxes), "the whole image is before them"
+    assert output.regions.scores[0][1:].tolist() == asked.before.scores.tolist()
+    assert explorer.mask(asked, [0]).after.scores is asked.before.scores
+
+
+def test_markers_are_in_the_row_of_words_only_if_asked_for(asked, record):
+    words = [asked.before.words[item] for item in asked.shown_words]
+    assert words == [*record["text"].split(), "[whole image]"]
+    with_markers = dataclasses.replace(asked, shows_markers=True)
+    assert [asked.before.words[item] for item in with_markers.shown_words] == list(asked.before.words)
+    assert {"[CLS]", "[SEP]", "[END]"} <= set(asked.before.words)
+
+
+def test_several_phrases_share_an_image_and_its_masked_regions(explorer, asked, record):
+    session = explorer.ask(dataclasses.replace(asked, min_score=0.5), f"; {record['text']};a star\n the circle ;")
+    questions = [inspection.answer.question for inspection in session.asked]
+    assert questions == [record["text"], "a star", "the circle"] and session.min_score == 0.5
+    assert np.allclose(session.before.attention, asked.before.attention, atol=1e-6)
+    masked = explorer.mask(session, [1])
+    second = explorer.select(masked, 1)
+    assert second.before is session.asked[1] and second.after.answer.question == "a star" and second.masked == (1,)
+    alone = explorer.mask(explorer.ask(asked, "a star"), [1])
+    assert second.after.answer.score == pytest.approx(alone.after.answer.score)
+    with pytest.raises(UserError, match="9 phrases; write at most 8"):
+        explorer.ask(asked, "a star;" * 9)
+
+
+def test_the_json_of_an_answer_is_that_which_it_saves(explorer, asked, tmp_path):
+    assert Session().answers == ""
+    asked.before.answer.save(tmp_path / "answer.json")
+    assert f"{asked.answers}\n" == (tmp_path / "answer.json").read_text(encoding="utf-8")
+    first, second = msgspec.json.decode(explorer.mask(asked, [1, 0]).answers)
+    assert first == msgspec.json.decode(asked.answers) and second["masked"] == [0, 1]
+    assert second["score"] != first["score"]
 
 
 def test_pictures(explorer, asked):

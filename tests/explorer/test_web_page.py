@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ from e2e_vl.explorer.web_page import build_page, serve
 # rows of the values that an event returns to a program: without the session, which stays on the server
 PROBLEM, ANSWER, ANSWER_AFTER, BOXES = range(4)
 BOUNDS = "document.querySelector('#{} img').getBoundingClientRect()"  # of a picture on the page
+# where the image of the regions lies on the page, however far it is scrolled
+PLACE = f"(r => [r.x, r.y + window.scrollY, r.width, r.height])({BOUNDS.format('regions')})"
 SHARPER = 20.0  # factor on the scores of regions before their softmax: the answer stays, and changes of its score grow
 
 
@@ -102,12 +105,12 @@ def value(name: str) -> str:
 
 
 def answer_lines(found: Inspection) -> str:
-    return "\n".join(found.answer.lines)
+    return "\n".join(found.sentences)
 
 
 @pytest.mark.parametrize("width", [1400, 800])
 def test_the_page_opens_with_an_answer_and_answers_the_example_that_is_clicked(tab, address, explorer, width):
-    tab.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+    resize(tab, width)
     tab.go(address)
     for number in (0, 2):
         if number:
@@ -123,6 +126,11 @@ def test_the_page_opens_with_an_answer_and_answers_the_example_that_is_clicked(t
     assert tab.run("document.documentElement.scrollWidth") <= width
 
 
+def resize(tab: Tab, width: int) -> None:
+    """Set the width of the window, pixels."""
+    tab.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+
+
 def ask(tab: Tab, address: str, file: Path, text: str) -> None:
     """Open the page, drop a photo without a text, write a text, and ask."""
     box = "document.querySelector('#text textarea, #text input')"
@@ -135,14 +143,37 @@ def ask(tab: Tab, address: str, file: Path, text: str) -> None:
     tab.click("document.querySelector('button#ask')")
 
 
+def show_regions_from(tab: Tab, session: Session) -> None:
+    """Set the slider of the detection score."""
+    number = "document.querySelector('#min-score input[type=number]')"
+    tab.run(f"{number}.value = '{session.min_score}'; {number}.dispatchEvent(new Event('input', {{bubbles: true}}))")
+    hidden = len(session.before) - len(session.shown_regions)
+    tab.wait(f"document.querySelector('#min-score').innerText.includes('{hidden} of {len(session.before)} regions')")
+
+
+def test_several_phrases_have_their_answers_side_by_side(tab, address, explorer, asked):
+    phrases = [asked.text, "a star"]
+    ask(tab, address, asked.file, "; ".join(phrases))
+    session = explorer.ask(Session(read_image(asked.file)), "; ".join(phrases))
+    captions = [f"{inspection.answer.question}: {inspection.sentences[0]}" for inspection in session.asked]
+    shown = "[...document.querySelectorAll('#phrases .caption-label')].map(one => one.innerText)"
+    tab.wait(f"JSON.stringify({shown}) === {json.dumps(json.dumps(captions, separators=(',', ':')))}")
+    tab.click("document.querySelectorAll('#phrases .thumbnail-item')[1]")
+    tab.wait("document.querySelector('#words').innerText.includes('a\\nstar')")
+    tab.wait(f"{value('answer')} === {json.dumps(answer_lines(session.asked[1]))}")
+
+
 def test_a_visitor_drops_a_photo_asks_and_masks_a_region(tab, address, explorer, asked):
+    resize(tab, 1400)
     ask(tab, address, asked.file, asked.text)
-    session = explorer.ask(Session(read_image(asked.file)), asked.text)
+    session = dataclasses.replace(explorer.ask(Session(read_image(asked.file)), asked.text), min_score=0.0)
     tab.wait(f"{value('answer')} === {json.dumps(answer_lines(session.before))}")
     tab.run("document.querySelectorAll('.label-wrap').forEach(one => one.click())")  # unfolds what is folded
+    show_regions_from(tab, session)
     box = numbers(tab.wait(value("boxes")))
     assert box == pytest.approx(asked.box, abs=0.06)
 
+    assert tab.run("document.querySelectorAll('#words .token')[0].innerText") == asked.text.split()[0], "no [CLS]"
     tab.click("document.querySelectorAll('#words .token')[1]")
     tab.wait(f"{value('item')}.startsWith('2: ')")
     tab.wait("!!document.querySelector('#words .score-token')")
@@ -151,10 +182,11 @@ def test_a_visitor_drops_a_photo_asks_and_masks_a_region(tab, address, explorer,
     picture = "document.querySelector('#regions img')"
     wide, high = tab.wait(f"{picture}.naturalWidth > 0 && [{picture}.naturalWidth, {picture}.naturalHeight]")
     scale = min(wide / asked.size[0], high / asked.size[1])
+    place = tab.run(PLACE)
     for one in (box, asked.far):
         before = tab.wait(f"{picture}.complete && {picture}.src")
         x, y = middle(one)
-        row = session.before.region_at(x, y)
+        row = session.before.region_at(x, y, session.shown_regions)
         after = explorer.mask(session, [row]).after
         assert answer_lines(after) != answer_lines(session.before)
         tab.click(picture, (x * scale / wide, y * scale / high))
@@ -164,8 +196,15 @@ def test_a_visitor_drops_a_photo_asks_and_masks_a_region(tab, address, explorer,
         tab.wait(f"{picture}.src != '{before}' && {picture}.complete")
         first, second = (BOUNDS.format(name) for name in ("picture", "picture-after"))
         assert tab.run(f"{first}.right <= {second}.left && {first}.top === {second}.top"), "side by side"
-        tab.click(picture, (x * scale / wide, y * scale / high))
+        assert tab.run(PLACE) == place, "the picture under the mouse does not move"
+        if one is box:
+            tab.click(picture, (x * scale / wide, y * scale / high))
+        else:
+            tab.click("document.querySelector('#reset')")
         tab.wait(f"!{value('answer-after')} && {picture}.src == '{before}'")
+
+    tab.paste("document.querySelector('#text input, #text textarea')", explorer.examples[0][0])
+    tab.wait(f"document.querySelector('#image').innerText.includes('{explorer.examples[0][0].stem}')")
 
     hosts = {one.split("/")[2] for one in tab.requests if one.startswith("http")}
     assert hosts == {address.split("/")[2]}, "the page asks nobody else"
