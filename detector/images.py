@@ -9,9 +9,7 @@ Shape legend: see `detector/structures.py`.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -23,63 +21,15 @@ from PIL import Image
 from torch import Tensor
 
 from detector.boxes import Array
-from detector.config import InputConfig, ResizeLibrary, Rounding
+from detector.config import InputConfig
 from detector.errors import UserError
 from detector.image_files import read_image
 from detector.operators import clip_boxes_to_image
+from detector.resize_rule import ResizeRule, resize_image
 from detector.structures import ImageBatch
 
 Pixels = UInt8[np.ndarray, "height width 3"]
 ChannelOrder = Literal["BGR", "RGB"]
-
-
-@dataclass(frozen=True)
-class ResizeRule:
-    """Resize the short edge to a fixed length, unless the long edge would exceed its limit.
-
-    Args:
-        short_edge: target length of the short edge, in pixels.
-        long_edge: maximum length of the long edge, in pixels.
-        rounding: "detectron2" (`ResizeShortestEdge`: halves are rounded up) or "truncate" (official VL-BERT code: if
-            the long edge exceeds its limit, the short edge is truncated first and the long edge is computed from it, so
-            it may be just below `long_edge`). The others scale both edges by one factor: "torchvision" truncates them,
-            "opencv" (bottom-up attention, Detectron) rounds halves to even, and so does "r2c", which fits every image
-            into a window `long_edge` wide and `short_edge` high.
-        library: whose filter computes the pixels: "pil", as in the official code, or "torch", which is about three
-            times as fast and differs by at most one grey value.
-    """
-
-    short_edge: int = 800
-    long_edge: int = 1333
-    rounding: Rounding = "detectron2"
-    library: ResizeLibrary = "pil"
-
-    def target_size(self, h: int, w: int) -> tuple[int, int]:
-        """Return (height, width), at least 1, after resizing an image of height h and width w."""
-        short, long = sorted((h, w))
-        if self.rounding == "detectron2":
-            scale = self.short_edge / short
-            new_h = float(self.short_edge) if h < w else scale * h
-            new_w = scale * w if h < w else float(self.short_edge)
-            longer = max(new_h, new_w)
-            if longer > self.long_edge:
-                new_h *= self.long_edge / longer
-                new_w *= self.long_edge / longer
-            new_h = int(new_h + 0.5)
-            new_w = int(new_w + 0.5)
-        elif self.rounding == "truncate":
-            new_short = self.short_edge
-            if long * new_short > self.long_edge * short:
-                new_short = max(self.long_edge * short // long, 1)
-            new_long = min(new_short * long // short, self.long_edge)
-            new_h, new_w = (new_long, new_short) if w < h else (new_short, new_long)
-        else:
-            window = (h, w) if self.rounding == "r2c" else (short, long)
-            factor = min(self.short_edge / window[0], self.long_edge / window[1])
-            to_whole = math.floor if self.rounding == "torchvision" else round
-            new_h = to_whole(h * factor)
-            new_w = to_whole(w * factor)
-        return max(new_h, 1), max(new_w, 1)
 
 
 def load_image(
@@ -124,11 +74,6 @@ def load_resized(
     if rule.library == "pil":
         return _to_array(resize_image(original, new_size), channel_order), size
     return resize_pixels(_to_array(original, channel_order), new_size), size
-
-
-def resize_image(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """Resize an image to `size` = (height, width) with PIL's antialiased bilinear filter."""
-    return image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
 
 
 def resize_pixels(pixels: Pixels, size: tuple[int, int]) -> UInt8[np.ndarray, "new_height new_width 3"]:

@@ -10,7 +10,7 @@ answer.box, answer.score, answer.draw()
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +19,12 @@ from e2e_vl.registry import ENCODERS
 if TYPE_CHECKING:
     from e2e_vl.api.detector import TrainedDetector
     from e2e_vl.api.model import TrainedModel
+    from e2e_vl.api.onnx_model import OnnxModel
     from e2e_vl.extraction.proposers import Proposer
     from e2e_vl.samples import ImageBytes
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "load", "load_detector", "load_proposer", "register_encoders", "video_frames"]
+__all__ = ["__version__", "load", "load_detector", "load_onnx", "load_proposer", "register_encoders", "video_frames"]
 
 
 def load(
@@ -55,6 +56,18 @@ def load(
 
     published = {"config": config, "answers": answers, "detector": detector, "tokenizer": tokenizer}
     return load_trained(source, device, dtype, **published)
+
+
+def load_onnx(folder: str | Path, providers: Sequence[Any] = ("CPUExecutionProvider",)) -> OnnxModel:
+    """Load the ONNX files of a model, to ask it in onnxruntime and without torch.
+
+    Args:
+        folder: written by e2e-vl export --format onnx.
+        providers: of onnxruntime, in the order in which they are tried.
+    """
+    from e2e_vl.api.onnx_model import OnnxModel  # late, as above
+
+    return OnnxModel(folder, providers)
 
 
 def video_frames(video: str | Path, frames_per_second: float = 1.0) -> Iterator[ImageBytes]:

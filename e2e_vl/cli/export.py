@@ -1,8 +1,10 @@
-"""Export a trained run's detector and encoder with `torch.export`, for inputs of fixed sizes.
+"""Export a trained run with `torch.export`, for inputs of fixed sizes, or as ONNX, for inputs of any size.
 
     e2e-vl export --run runs/demo_refcoco --output DIR --image-size 256 256 --boxes 20 --words 24
+    e2e-vl export --run runs/demo_refcoco --output DIR --format onnx
 
-Writes DIR/detector.pt2 and DIR/encoder.pt2; `torch.export.load(FILE).module()` needs torch and torchvision only:
+The first writes DIR/detector.pt2 and DIR/encoder.pt2; `torch.export.load(FILE).module()` needs torch and torchvision
+only:
   detector   pixels float32 [1, 3, H, W], as the detector's config has them (channels, mean, standard deviation), and
              boxes float32 [R, 4] in these pixels -> features float32 [R, D], class logits [R, K + 1]
   encoder    wordpieces and segments int64 [1, L], their mask bool [1, L], features [1, R, D], boxes [1, R, 4] and their
@@ -10,10 +12,15 @@ Writes DIR/detector.pt2 and DIR/encoder.pt2; `torch.export.load(FILE).module()` 
 R is --boxes, plus 1 if the encoder uses the whole image: row 0, [0, 0, W - 1, H - 1]. Masks are True at real entries,
 which come first. Finding boxes (NMS) and the task's head are not exported. The programs are reloaded and compared with
 the model; a difference above 1e-5 is an error.
+
+With --format onnx, the whole way from an image and a text to the answer is exported (docs/onnx.md): DIR/detector.onnx,
+DIR/answer.onnx, DIR/tokenizer.json and DIR/settings.json. A difference above 1e-4 is an error. Requires onnx,
+onnxscript and onnxruntime: pip install "e2e-vl[onnx]".
 """
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,19 +42,36 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser = make_parser(__doc__, prog)
     parser.add_argument("--run", type=Path, required=True, help="run directory of e2e-vl train, or a saved model")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write")
-    parser.add_argument("--image-size", type=int, nargs=2, default=(256, 256), metavar=("H", "W"), help="in pixels")
-    parser.add_argument("--boxes", type=int, default=20, metavar="R", help="number of boxes (default: 20)")
-    parser.add_argument("--words", type=int, default=24, metavar="L", help="number of wordpieces (default: 24)")
+    parser.add_argument("--format", choices=("torch", "onnx"), default="torch", help="default: torch")
+    sizes = parser.add_argument_group("sizes of --format torch")
+    sizes.add_argument("--image-size", type=int, nargs=2, default=(256, 256), metavar=("H", "W"), help="in pixels")
+    sizes.add_argument("--boxes", type=int, default=20, metavar="R", help="number of boxes (default: 20)")
+    sizes.add_argument("--words", type=int, default=24, metavar="L", help="number of wordpieces (default: 24)")
     args = parser.parse_args(argv)
     find_run(args.run)  # raises an error if the run is missing
+    if args.format == "onnx":
+        require_onnx()
     from e2e_vl.api.model import load  # late: imports torch
 
     model = load(args.run, "cpu")
+    if args.format == "onnx":
+        from e2e_vl.api.onnx_export import export_onnx
+
+        for name, difference in export_onnx(model, args.output).items():
+            print(f"written: {args.output / name} (largest difference {difference:.1e})")
+        return 0
     if model.config.detector.backend != "builtin":
         raise UserError(f"{args.run}: only the built-in detector is exported, not {model.config.detector.backend}.")
     for name, difference in export(model.network, args.output, tuple(args.image_size), args.boxes, args.words).items():
         print(f"written: {args.output / name}.pt2 (largest difference {difference:.1e})")
     return 0
+
+
+def require_onnx() -> None:
+    """Raise a UserError if a package of the extra is missing."""
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f'--format onnx needs {package}; install it with pip install "e2e-vl[onnx]".')
 
 
 def export(
