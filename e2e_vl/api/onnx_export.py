@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -381,23 +382,23 @@ def write_graph(
     `variable_sizes`: of inputs by name, the name of each axis whose size may change, and None for the others.
     """
     shapes = []
-    names = {}
     for name in graph.inputs:
         axes = variable_sizes.get(name, ())
         shapes.append({number: torch.export.Dim.DYNAMIC for number, axis in enumerate(axes) if axis is not None})
-        names[name] = axes
-    program = torch.export.export(
-        graph, inputs, dynamic_shapes=tuple(shapes), prefer_deferred_runtime_asserts_over_guards=True
-    )
-    exported = torch.onnx.export(
-        program,
-        dynamo=True,
-        input_names=graph.inputs,
-        output_names=graph.outputs,
-        opset_version=OPSET,
-        custom_translation_table={torch.ops.aten.sort.stable: stable_sort},
-        verbose=False,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torchvision calls an old name of torch
+        program = torch.export.export(
+            graph, inputs, dynamic_shapes=tuple(shapes), prefer_deferred_runtime_asserts_over_guards=True
+        )
+        exported = torch.onnx.export(
+            program,
+            dynamo=True,
+            input_names=graph.inputs,
+            output_names=graph.outputs,
+            opset_version=OPSET,
+            custom_translation_table={torch.ops.aten.sort.stable: stable_sort},
+            verbose=False,
+        )
     exported.save(path)
 
 
