@@ -208,6 +208,15 @@ class TracedLengths(list[int]):
         return list(self)
 
 
+class TracedRegions(TextRegions):
+    """Regions of one text, as many as there are rows; their mask says which are padding."""
+
+    @property
+    @override
+    def lengths(self) -> list[int]:
+        return [self.boxes.shape[1]]
+
+
 class AnswerGraph(nn.Module):
     """Answers one text about the regions of one image with the encoder and the task."""
 
@@ -261,7 +270,7 @@ class AnswerGraph(nn.Module):
         is_real = position < number
         row = (position - int(self.encoder.uses_whole_image)).masked_fill(~is_real, -1)
         zero = torch.zeros_like(row)
-        regions = TextRegions(
+        return TracedRegions(
             features=F.pad(features, (0, 0, 0, 1))[None],
             boxes=F.pad(boxes, (0, 0, 0, 1))[None],
             image_sizes=image_size.float().expand(1, number + 1, 2),
@@ -272,8 +281,6 @@ class AnswerGraph(nn.Module):
             is_masked=zero.bool(),
             classes=zero - 1,
         )
-        regions.lengths = [number + 1]  # the mask says the rest
-        return regions
 
 
 def export_onnx(model: TrainedModel, output: Path) -> dict[str, float]:
