@@ -45,6 +45,11 @@ class CommandParser(argparse.ArgumentParser):
         self.words = sys.argv[1:] if args is None else args
         return super().parse_known_args(args, namespace)
 
+    @override
+    def parse_known_intermixed_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        self.words = sys.argv[1:] if args is None else args  # newer versions of Python call no other method
+        return super().parse_known_intermixed_args(args, namespace)
+
     def starts_with_value(self) -> bool:
         """Return whether the call begins with a word that needs an option before it, as in `e2e-vl evaluate demo`."""
         if not self.words or self.words[0].startswith("-") or "=" in self.words[0]:
