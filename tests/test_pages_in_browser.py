@@ -26,7 +26,8 @@ from e2e_vl.structures import AttentionGraph
 from e2e_vl.tasks.refcoco import ReferringTask
 from tests.explorer.browser import Tab, browser_or_skip, open_browser
 
-WINDOWS = {"wide": (1600, 900), "narrow": (360, 740)}  # pixels, as of a large screen and of a telephone
+# pixels, as of a large screen, of half a screen and of a telephone
+WINDOWS = {"wide": (1600, 900), "half": (800, 900), "narrow": (360, 740)}
 # Elements with words or pictures of their own that are not wholly in the window, unless they lie in a part that can be
 # scrolled and is itself in the window, and boxes whose content is wider than they are and cannot be scrolled.
 CUT = """
@@ -46,6 +47,13 @@ CUT = """
         return one.clientWidth && one.scrollWidth > one.clientWidth + 1 && !scrolls(one) && !inScrolled(one);
     }).map(one => one.outerHTML.slice(0, 200));
 })()
+"""
+
+# tables that are wider than the part that scrolls them
+SCROLLED = """
+[...document.querySelectorAll("table")]
+    .filter(table => table.parentElement.scrollWidth > table.parentElement.clientWidth + 1)
+    .map(table => [table.innerText.slice(0, 200), table.scrollWidth])
 """
 
 
@@ -138,6 +146,9 @@ def test_every_picture_is_shown_and_nothing_is_cut_off(tab, request, name, windo
     tab.run("document.querySelectorAll('details').forEach(one => one.open = true)")
     assert tab.run("document.documentElement.scrollWidth") <= width
     assert (found := tab.run(CUT)) == [], found
+    if window != "narrow":
+        scrolled = tab.run(SCROLLED)
+        assert scrolled == [], scrolled
     assert not [one for one in tab.requests if one.startswith("http")], "a page loads nothing else"
     if name == "report":
         return

@@ -11,7 +11,7 @@ import shlex
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -179,6 +179,7 @@ def _list_defaults(settings: Config) -> dict[str, Any]:
 Cells = dict[tuple[str, str], dict[str, Any]]  # (heading, box source in words) -> a value per row
 ALL = "all"  # the row over all texts
 MAX_MISTAKES = 8  # rows in the table of frequent mistakes
+MAX_COLUMNS = 8  # of a table, so that it fits into a window of 800 pixels
 
 
 class Table(NamedTuple):
@@ -205,6 +206,29 @@ class Table(NamedTuple):
         names = dict.fromkeys(itertools.chain.from_iterable(columns))
         ordered = sorted(names, key=lambda row: row != ALL)
         return cls(title, headings, {row: [column.get(row) for column in columns] for row in ordered})
+
+    def parts(self, first_count: str | None) -> Iterator[Table]:
+        """Yield tables of at most `MAX_COLUMNS` columns with the same rows; a heading stays whole.
+
+        A table that has more columns is divided first of all at the heading `first_count`, where counts begin.
+        """
+        is_wide = sum(len(sources) for _, sources in self.headings) > MAX_COLUMNS
+        first = 0  # column of the part
+        end = 0  # column after the part
+        headings: list[tuple[str, list[str]]] = []
+        for heading, sources in self.headings:
+            is_full = end + len(sources) - first > MAX_COLUMNS
+            if headings and (is_full or (is_wide and heading == first_count)):
+                yield self._part(headings, first, end)
+                headings = []
+                first = end
+            headings.append((heading, sources))
+            end += len(sources)
+        yield self._part(headings, first, end)
+
+    def _part(self, headings: list[tuple[str, list[str]]], first: int, end: int) -> Table:
+        title = f"{self.title}, continued" if first else self.title
+        return Table(title, headings, {name: values[first:end] for name, values in self.rows.items()})
 
 
 def build_tables(metrics: Metrics, split: str, counts: Cells | None = None) -> list[Table]:
@@ -237,11 +261,12 @@ def build_tables(metrics: Metrics, split: str, counts: Cells | None = None) -> l
         if families:  # they join the first table that has all of them
             key = next((other for other in alike if families <= other), families)
         alike.setdefault(key, {})[column] = values
+    first_count = next((words for words, _ in counts or ()), None)
     for families, cells in alike.items():
         title = "by kind" if families else "answers"
         if {words for words, _ in cells} == {baselines.METRIC.replace("_", " ")}:
             title = "best shortcuts"
-        tables.append(Table.build(title, cells))
+        tables += Table.build(title, cells).parts(first_count)
     return tables
 
 

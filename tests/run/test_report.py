@@ -164,6 +164,19 @@ def test_metrics_of_a_split_become_tables_with_box_sources_side_by_side():
     ]
 
 
+def test_a_wide_table_is_divided_where_its_counts_begin():
+    sources = ["gt boxes", "detected boxes", "predicted boxes"]
+    headings = [("accuracy", sources), ("ceiling", sources), ("texts", [""]), ("wrong", sources), ("unsure", sources)]
+    table = Table("by kind", [*headings, ("other", sources)], {"all": list(range(16))})
+    assert list(table.parts("texts")) == [
+        Table("by kind", headings[:2], {"all": [0, 1, 2, 3, 4, 5]}),
+        Table("by kind, continued", headings[2:], {"all": [6, 7, 8, 9, 10, 11, 12]}),
+        Table("by kind, continued", [("other", sources)], {"all": [13, 14, 15]}),
+    ]
+    narrow = Table("by kind", [headings[0], headings[2]], {"all": [0, 1, 2, 3]})
+    assert list(narrow.parts("texts")) == [narrow]
+
+
 # Counts and samples of predictions
 
 
