@@ -27,7 +27,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from detector.structures import Detector, Regions
 from e2e_vl.encoders.base import Encoder
 from e2e_vl.region_masking import replace_features
-from e2e_vl.structures import Ability, Batch, EncoderOutput, MaskingBatch, ModelOutput, TextRegions, gather_regions
+from e2e_vl.structures import (
+    Ability,
+    Batch,
+    EncoderOutput,
+    MaskingBatch,
+    ModelOutput,
+    TextRegions,
+    describe_proposals,
+    gather_regions,
+)
 from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.phrase_head import PhraseHead
 
@@ -119,6 +128,8 @@ class VisionLanguageModel(nn.Module):
             masks=masking.masked_regions,
             limit=masking.region_limit,
         )
+        if self.encoder.reads_proposals:
+            text_regions.proposals = describe_proposals(batch, regions, text_regions, whole_image=whole_image)
         layers = {"intermediate_layers": intermediate_layers} if intermediate_layers else {}
         encoded = self.encoder(batch.texts, text_regions, output_attentions=output_attentions, **layers)
         if whole_image and not self.encoder.whole_image_is_region:

@@ -6,6 +6,7 @@ Shape legend: see `e2e_vl/structures.py`. Boxes are xyxy float32 in pixels of th
 from __future__ import annotations
 
 import dataclasses
+import re
 import unicodedata
 from collections.abc import Sequence
 
@@ -92,3 +93,14 @@ def find_characters(offsets: Int64[Tensor, "L 2"], span: tuple[int, int]) -> tup
     if not len(with_characters):
         return (0, 0)
     return (int(with_characters[:, 0].min()), int(with_characters[:, 1].max()))
+
+
+def match_phrase(phrase: str, text: str) -> tuple[float, float]:
+    """Return the share of a phrase's words that a text has, and the share of the text's words that the phrase has.
+
+    Both are 1 where a detector looked for the text itself. Words are compared in lower case; both are 0 without words.
+    """
+    phrase_words = set(re.findall(r"\w+", phrase.lower()))
+    text_words = set(re.findall(r"\w+", text.lower()))
+    common = len(phrase_words & text_words)
+    return common / max(len(phrase_words), 1), common / max(len(text_words), 1)

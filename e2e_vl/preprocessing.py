@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Float, Int64
 
 from detector.errors import UserError
-from e2e_vl.phrases import TextPhrases
+from e2e_vl.phrases import TextPhrases, match_phrase
 from e2e_vl.predictions import ONLY_PHRASES, Prediction
 from e2e_vl.samples import Sample, SampleText
 from e2e_vl.targets import Targets
@@ -34,6 +34,8 @@ class EncodedText:
     region_of_token: Int64[np.ndarray, " L"] | None = None  # candidate box that each wordpiece names; -1 = none
     # None: not needed, or the phrases that the data annotate
     phrases: TextPhrases | None = None
+    # of each image float32 [R, 2], how well the phrase of each candidate box matches the text; None: unknown
+    phrase_matches: list[Float[np.ndarray, "_R 2"]] | None = None
     # the text, if it differs from the text in the data; the annotated phrases then do not apply
     other_words: str | None = None
 
@@ -73,6 +75,11 @@ class Preprocessor(abc.ABC):
                     if example.other_words is not None:
                         encoded_text = dataclasses.replace(text, words=example.other_words, phrases=None)
                     example.phrases = find_phrases(encoded_text, example, images, self.text_tokenizer)
+                if self.text_tokenizer.with_phrase_matches:
+                    words = text.words if example.other_words is None else example.other_words
+                    if self.text_tokenizer.is_blank:
+                        words = ""
+                    example.phrase_matches = match_phrases([images[row] for row in example.image_index], words)
                 yield example
 
     def lacks_target(self, text: SampleText) -> bool:
@@ -141,6 +148,19 @@ class Preprocessor(abc.ABC):
             f"The truth of '{text.words}' is of the class {type(text.truth).__name__}, but {type(self).__name__} knows "
             f"{known}; use a data set of this task, or set phrases.weight if it only adds phrases with boxes."
         )
+
+
+def match_phrases(images: Sequence[LoadedImage], words: str) -> list[Float[np.ndarray, "_R 2"]] | None:
+    """Return how well the phrase of each candidate box of each image matches a text; None: there are no phrases."""
+    if all(image.phrases is None for image in images):
+        return None
+    matches = []
+    for image in images:
+        phrases = image.phrases or ()
+        shares = {phrase: match_phrase(phrase, words) for phrase in set(phrases)}
+        rows = [shares[phrase] for phrase in phrases]
+        matches.append(np.array(rows, dtype=np.float32).reshape(-1, 2))
+    return matches
 
 
 def find_phrases(

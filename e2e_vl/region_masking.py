@@ -80,7 +80,9 @@ def label_regions(
     if boxes is None and (boxes_to_mask is not None or not uses_detector):
         proposer = teacher if uses_detector else detector
         boxes, labels = describe_regions(proposer, batch.images, None, config)
+    phrase_matches = batch.phrase_matches
     if boxes_to_mask is not None:
+        phrase_matches = None  # other boxes follow
         candidates = boxes
         boxes = []
         for image_candidates, masked_boxes in zip(candidates, boxes_to_mask, strict=True):
@@ -96,7 +98,7 @@ def label_regions(
         labels = dataclasses.replace(labels, classes=annotated_classes)
     elif labels.features is None and batch.images.precomputed is not None:
         labels = dataclasses.replace(labels, features=batch.images.precomputed.features)
-    return dataclasses.replace(batch, boxes=boxes, region_labels=labels)
+    return dataclasses.replace(batch, boxes=boxes, region_labels=labels, phrase_matches=phrase_matches)
 
 
 @torch.no_grad()

@@ -47,6 +47,7 @@ class AnnotatedObjects:
     # G lists of float64 [points, 2] outlines (x, y); None where they are unknown
     outlines: Sequence[list[np.ndarray]] | None = None
     attribute_names: Sequence[str] | None = None  # of the attributes, by their number; None: unknown
+    scores: np.ndarray | None = None  # float32 [G], 0 to 1, of boxes from a user that a detector proposed
 
     def __len__(self) -> int:
         return len(self.boxes)
@@ -315,7 +316,12 @@ class Question:
             raise UserError(f"This run takes no {' and no '.join(unused_names)}.")
         boxes = None
         if objects is None and self.boxes is not None:
-            boxes = CandidateBoxes(self.boxes.boxes, self.boxes.origin)
+            boxes = CandidateBoxes(
+                self.boxes.boxes,
+                self.boxes.origin,
+                predictions=BoxPredictions(scores=self.boxes.scores),
+                phrases=self.boxes.names,
+            )
         boxes_to_mask = None
         if masks_regions:
             boxes_to_mask = np.zeros((0, 4)) if self.boxes_to_mask is None else self.boxes_to_mask.boxes

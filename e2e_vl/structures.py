@@ -37,6 +37,8 @@ from detector.structures import DetectionTargets, ImageBatch, Loss, Movable, Reg
 from e2e_vl.phrases import PhraseBatch
 from e2e_vl.targets import Ragged, Targets
 
+PROPOSAL_NUMBERS = 4  # width of `TextRegions.proposals`
+
 
 class Ability(enum.Enum):
     """Abilities of an encoder that tasks may need; the value completes "needs an encoder with ..."."""
@@ -152,6 +154,8 @@ class Batch(Movable):
     roi_masks: list[Float[Tensor, "_R S S"]] | None = None  # instance masks of the candidate boxes
     masking: MaskingBatch | None = None  # None: no region is masked
     phrases: PhraseBatch | None = None  # None: not needed
+    # how well the phrase of each candidate box matches the text, see `match_phrase`; 0 at padding. None: unknown
+    phrase_matches: Float[Tensor, "M I R 2"] | None = None
     # M dicts of ids and ground truth, see `Preprocessor.record`; predictions begin with them
     records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
@@ -175,6 +179,13 @@ class TextRegions(Movable):
     row: Int64[Tensor, "M R"]  # row of the region among its image's candidate boxes; -1 = whole image, or padding
     is_masked: Bool[Tensor, "M R"]  # see `RegionMasks`
     classes: Int64[Tensor, "M R"]  # detected, 0 .. K-1; -1 where the boxes were given, and elsewhere
+    # what a proposer says of the region: 1, its score, and the two shares of `match_phrase`; all are 0 where it says
+    # nothing. None: of no region.
+    proposals: Float[Tensor, "M R 4"] = None
+
+    def __post_init__(self) -> None:
+        if self.proposals is None:
+            self.proposals = self.boxes.new_zeros(*self.row.shape, PROPOSAL_NUMBERS)
 
     @functools.cached_property
     def lengths(self) -> list[int]:
@@ -379,6 +390,30 @@ def gather_regions(
         result.classes = F.pad(torch.cat(regions.classes), (0, 1))[rows].masked_fill(result.row < 0, -1)
     if masks is not None:
         result.is_masked = result.gather(masks.is_masked, fill=False)
+    return result
+
+
+def describe_proposals(
+    batch: Batch, regions: Regions, text_regions: TextRegions, *, whole_image: bool = False
+) -> Float[Tensor, "M R 4"]:
+    """Return `TextRegions.proposals`; the scores are those of the detector where it predicted the boxes.
+
+    Args:
+        regions: of the images, from which `text_regions` were gathered.
+        whole_image: row 0 of every image's regions is the whole image.
+    """
+    is_candidate = text_regions.row >= 0
+    result = text_regions.boxes.new_zeros(*is_candidate.shape, PROPOSAL_NUMBERS)
+    scores = batch.region_labels.detected.scores
+    if regions.scores is not None:
+        scores = [image_scores[int(whole_image) :].detach() for image_scores in regions.scores]
+    if scores is not None:
+        result[..., 0] = is_candidate
+        result[..., 1] = text_regions.gather(scores, fill=0.0)
+    if batch.phrase_matches is not None:
+        texts = torch.arange(len(batch), device=is_candidate.device)[:, None]
+        matches = batch.phrase_matches[texts, text_regions.image_slot, text_regions.row.clamp(min=0)]
+        result[..., 2:] = matches * is_candidate[..., None]
     return result
 
 

@@ -241,6 +241,7 @@ class TextTokenizer:
     is_blank: bool = False  # drop all words: the control that sees no text
     training: bool = False  # random choices are made that only training makes
     with_phrase_spans: bool = False  # say which wordpieces are phrases
+    with_phrase_matches: bool = False  # say how well the phrase of each candidate box matches the text
 
     def pieces(self, text: str, *, mirrored: bool = False) -> list[int]:
         """Return the wordpiece ids of a text; `mirrored` swaps "left" and "right", see `swap_left_right`."""

@@ -105,6 +105,7 @@ class LoadedImage:
     box_classes: Int64[np.ndarray, " R"] | None = None  # annotated classes, if all candidates are annotated objects
     class_probs: Float[np.ndarray, "R C"] | None = None  # class distributions of the candidates, from a file
     predictions: BoxPredictions = BoxPredictions()  # what a detector predicts for the candidates
+    phrases: tuple[str, ...] | None = None  # R phrases or class names for which the candidates were proposed
     objects: DetectionObjects | None = None
     roi_masks: Float[np.ndarray, "R S S"] | None = None  # instance masks in 0..1 on the RoI maps
     boxes_to_mask: Float[np.ndarray, "Q 4"] | None = None  # mask exactly these boxes; None: drawn at random
@@ -120,4 +121,5 @@ class LoadedImage:
             values = getattr(self, name)
             if values is not None:
                 emptied[name] = values[:0]
-        return dataclasses.replace(self, **emptied, predictions=self.predictions.select(slice(0)), box_ids=None)
+        no_predictions = self.predictions.select(slice(0))
+        return dataclasses.replace(self, **emptied, predictions=no_predictions, phrases=None, box_ids=None)

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 import torch
 
-from e2e_vl.phrases import PhraseBatch
+from e2e_vl.phrases import PhraseBatch, match_phrase
 from e2e_vl.preprocessing import EncodedText
 from e2e_vl.samples import PhraseBoxes, SampleText
 from e2e_vl.tasks.refcoco import ReferringPreprocessor
@@ -48,6 +49,26 @@ def test_phrases_are_wordpieces_and_boxes_of_the_resized_image(mark, tokenizer):
     assert own.offsets[0].tolist() == [0, 0] and own.offsets[1].tolist() == [0, 3]
     for found, annotated in zip(own.boxes, BOXES, strict=True):
         np.testing.assert_allclose(found, image.image_transform.transform_boxes(annotated).astype(np.float32))
+
+
+def test_a_phrase_matches_a_text_by_their_common_words():
+    assert match_phrase("The big star", "the big, big star!") == (1, 1)
+    assert match_phrase("star", "the big star") == (1, pytest.approx(1 / 3))
+    assert match_phrase("the left lion", "right lion") == (pytest.approx(1 / 3), 0.5)
+    assert match_phrase("", "a star") == match_phrase("star", "...") == (0, 0)
+
+
+def test_phrases_of_candidate_boxes_match_each_text(tokenizer):
+    preprocessor = ReferringPreprocessor(TextTokenizer(tokenizer, with_phrase_matches=True))
+    image = dataclasses.replace(photo(), boxes=np.zeros((3, 4), np.float32), phrases=("star", "big star", ""))
+    texts = SampleText(0, "the star", {}), SampleText(1, "big star", {})
+    first, second = preprocess(preprocessor, sample_of(*texts), image)
+    np.testing.assert_allclose(first.phrase_matches, [[[1, 0.5], [0.5, 0.5], [0, 0]]])
+    np.testing.assert_allclose(second.phrase_matches, [[[1, 0.5], [1, 1], [0, 0]]])
+    [unknown] = preprocess(preprocessor, sample_of(texts[0]), photo())
+    assert unknown.phrase_matches is None
+    blind = ReferringPreprocessor(TextTokenizer(tokenizer, with_phrase_matches=True, is_blank=True))
+    assert not np.any(preprocess(blind, sample_of(texts[1]), image)[0].phrase_matches), "the control sees no text"
 
 
 def test_texts_without_phrases_and_punctuation_behind_a_phrase(mark):

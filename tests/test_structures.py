@@ -8,11 +8,13 @@ import torch
 from detector.structures import ImageBatch, Regions
 from e2e_vl.structures import (
     Batch,
+    DetectedLabels,
     MaskingBatch,
     RegionLabels,
     RegionMasks,
     TextBatch,
     TextRegions,
+    describe_proposals,
     gather_regions,
     take_along_dim,
 )
@@ -57,6 +59,33 @@ def test_text_without_image_and_image_without_regions(regions):
     empty = Regions([torch.zeros(0, 4)], [torch.zeros(0, 6)], [torch.zeros(0, 2)])
     gathered = gather_regions(empty, SIZES[:1], torch.tensor([[0], [-1]]))
     assert gathered.features.shape == (2, 1, 6) and not gathered.attention_mask.any()
+
+
+def test_scores_of_a_file_and_matches_of_phrases_describe_candidate_boxes_only(regions):
+    image_index = torch.tensor([[0, 2], [2, -1]])
+    gathered = gather_regions(regions, SIZES, image_index, whole_image=True)  # rows 0 of the three images
+    assert not gathered.proposals.any() and gathered.proposals.shape == (*gathered.row.shape, 4)
+    matches = torch.zeros(2, 2, 2, 2)
+    matches[0, 1, 1] = torch.tensor([0.25, 0.5])  # text 0, its second image, candidate 1
+    ids = torch.ones(2, 3, dtype=torch.int64)
+    batch = Batch(
+        images=ImageBatch(torch.zeros(3, 3, 0, 0), SIZES, SIZES, ["a", "b", "c"]),
+        boxes=None,
+        texts=TextBatch(ids, ids, ids.bool()),
+        image_index=image_index,
+        region_labels=RegionLabels(
+            detected=DetectedLabels(scores=[torch.tensor([0.9]), torch.zeros(0), torch.tensor([0.8, 0.7])])
+        ),
+        phrase_matches=matches,
+    )
+    proposals = describe_proposals(batch, regions, gathered, whole_image=True)
+    expected = [[0, 0, 0, 0], [1, 0.9, 0, 0], [0, 0, 0, 0], [1, 0.8, 0, 0], [1, 0.7, 0.25, 0.5]]
+    torch.testing.assert_close(proposals[0], torch.tensor(expected))
+    torch.testing.assert_close(proposals[1, :, 1], torch.tensor([0, 0.8, 0.7, 0, 0]))
+    # those of the detector that predicted the boxes; the first is of the whole image
+    regions.scores = [torch.tensor([1.0, 0.3]), torch.zeros(0), torch.tensor([1.0, 0.2, 0.1])]
+    proposals = describe_proposals(batch, regions, gathered, whole_image=True)
+    torch.testing.assert_close(proposals[0, :, 1], torch.tensor([0, 0.3, 0, 0.2, 0.1]))
 
 
 def test_gradients_of_all_texts_add_up(regions):

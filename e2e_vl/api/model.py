@@ -71,6 +71,8 @@ class AskOptions(TypedDict, total=False):
     """The options of `TrainedModel.ask`, for type checkers."""
 
     boxes: Any
+    scores: Any
+    names: Sequence[str] | None
     choices: Sequence[Any]
     answer: Any
     top_k: int | None
@@ -209,6 +211,8 @@ class TrainedModel(
         text: str | Iterable[str],
         *,
         boxes: Any = None,
+        scores: Any = None,
+        names: Sequence[str] | None = None,
         choices: Sequence[Any] = (),
         answer: Any = None,
         top_k: int | None = None,
@@ -225,7 +229,11 @@ class TrainedModel(
                 distinct image.
             text: a text, or a list of texts. A single image or text is combined with each element of the other list.
             boxes: candidate boxes instead of predicted ones: [R, 4], strings such as "person:10,20,80,200", or a file.
-                They apply to all questions and must lie inside the images.
+                They apply to all questions and must lie inside the images. What a detector of transformers returns,
+                with its scores and text labels, will do.
+            scores: of the boxes, 0 to 1, from the detector that proposed them; only a model that was trained with
+                `encoder.config.proposal_scores` reads them.
+            names: class names of the boxes, or the phrases that their detector looked for.
             choices: the texts to choose from (VCR); one list for all questions, or one per question.
             answer: the answer to justify, if the model chooses rationales (VCR); one for all questions, or a list.
             top_k: number of `top_answers`, or of `top_boxes` for a task that predicts a box; at least 1.
@@ -235,7 +243,14 @@ class TrainedModel(
         Returns:
             One answer; or a list of answers in the order of the questions, if there are many images or texts.
         """
-        questions, is_list = make_questions(image, text, boxes, choices, answer)
+        if scores is not None and not self.network.encoder.reads_proposals:
+            warnings.warn(
+                f"{self.name} does not read the scores of boxes, so they change nothing; train with "
+                "encoder.config.proposal_scores=true.",
+                stacklevel=2,
+            )
+        given_boxes = convert_boxes(boxes, scores, names)
+        questions, is_list = make_questions(image, text, given_boxes, choices, answer)
         top_k = check_top_k(top_k)
         min_score = check_min_score(min_score)
         if min_score is not None and top_k is None and self.network.task.predicts_box:
@@ -439,6 +454,9 @@ class TrainedModel(
         is_candidate = regions.row[text] >= 0  # neither the whole image nor padding
         all_names = class_names_of(output)[text]
         names = [all_names[row] for row in is_candidate.nonzero()[:, 0].tolist()]
+        given_names = None
+        if question.boxes is not None and question.boxes.names is not None and question.boxes_to_mask is None:
+            given_names = [question.boxes.names[row] for row in regions.row[text, is_candidate].tolist()]
         boxes = regions.original_boxes(batch.images.scales)[text, is_candidate].numpy()
         attention = None
         if output.encoded.attentions is not None and not task.predicts_box:
@@ -486,7 +504,7 @@ class TrainedModel(
             lines=lines,
             boxes=boxes,
             box_images=regions.image_slot[text, is_candidate].numpy(),
-            box_names=prediction.box_names or names,
+            box_names=prediction.box_names or given_names or names,
             attention=attention,
             unknown_words=unknown,
             warnings=(*doubts, *self._contradictions(prediction, boxes, names)),
@@ -499,6 +517,8 @@ class TrainedModel(
         """Yield the reasons why an answer is unsure: low certainty, or a question unlike the validation questions."""
         if question.boxes is None and self.boxes_warning:
             yield self.boxes_warning
+        if self.network.encoder.reads_proposals and question.boxes is not None and question.boxes.scores is None:
+            yield f"The boxes have no scores, but {self.name} was trained with the scores of proposed boxes."
         if prediction.image_size:
             size_warning = self.config.data.synthetic.size_warning(prediction.image_size)
             if size_warning:

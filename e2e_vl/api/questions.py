@@ -13,11 +13,12 @@ from PIL import Image
 
 from detector.errors import UserError
 from e2e_vl.data.user_images import IMAGE_SUFFIXES, expand_images, list_items, to_image_file
-from e2e_vl.data.user_inputs import convert_boxes
-from e2e_vl.samples import Question
+from e2e_vl.samples import AnnotatedObjects, Question
 
 
-def make_questions(image: Any, text: Any, boxes: Any, choices: Any, answer: Any) -> tuple[list[Question], bool]:
+def make_questions(
+    image: Any, text: Any, given_boxes: AnnotatedObjects | None, choices: Any, answer: Any
+) -> tuple[list[Question], bool]:
     """Return the questions of a call of `ask`, and whether it asks for a list of answers."""
     if isinstance(image, str) and is_image(text) and not is_image(image):
         raise UserError(f"'{image}' is no image; give the image first and then the text: ask(image, text).")
@@ -47,7 +48,6 @@ def make_questions(image: Any, text: Any, boxes: Any, choices: Any, answer: Any)
     all_answers = repeat_for_questions(
         answer, count, lambda value: value is None or is_text(value), "answer must be a string"
     )
-    given_boxes = convert_boxes(boxes)
     groups = []  # the images of each question
     for images_of_question in all_images:
         groups.append(images_of_question if isinstance(images_of_question, tuple) else (images_of_question,))

@@ -62,6 +62,8 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         return 0
     if model.config.detector.backend != "builtin":
         raise UserError(f"{args.run}: only the built-in detector is exported, not {model.config.detector.backend}.")
+    if model.network.encoder.reads_proposals:
+        raise UserError(f"{args.run} reads the scores of proposed boxes, which the exported encoder has no input for.")
     for name, difference in export(model.network, args.output, tuple(args.image_size), args.boxes, args.words).items():
         print(f"written: {args.output / name}.pt2 (largest difference {difference:.1e})")
     return 0

@@ -366,6 +366,7 @@ def collate(
         roi_masks=_column(images, "roi_masks", "instance masks"),
         masking=_masking(images, texts),
         phrases=_phrases(texts),
+        phrase_matches=_phrase_matches(texts),
         records=[text.record for text in texts],
     )
 
@@ -376,6 +377,20 @@ def _phrases(texts: Sequence[EncodedText]) -> PhraseBatch | None:
     if any(text_phrases is None for text_phrases in phrases):
         return None
     return PhraseBatch.join(phrases)
+
+
+def _phrase_matches(texts: Sequence[EncodedText]) -> Tensor | None:
+    """Join the matches of the texts to float32 [M, I, R, 2], padded with 0; None if they have none."""
+    matches = [text.phrase_matches or [] for text in texts]
+    slots = max(map(len, matches), default=0)
+    if not slots:
+        return None
+    most_boxes = max(len(rows) for text_matches in matches for rows in text_matches)
+    result = torch.zeros(len(texts), slots, max(most_boxes, 1), 2)
+    for number, text_matches in enumerate(matches):
+        for slot, rows in enumerate(text_matches):
+            result[number, slot, : len(rows)] = torch.from_numpy(rows)
+    return result
 
 
 def canvas_size(sizes: Sequence[tuple[int, int]], canvas: Sequence[int]) -> tuple[int, int]:

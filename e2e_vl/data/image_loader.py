@@ -624,6 +624,7 @@ class ImageLoader:
             example.boxes = np.concatenate(parts)
         if candidates is not None and len(parts) == 1:  # annotated boxes have no predictions
             example.predictions = candidates.predictions
+            example.phrases = candidates.phrases
 
     def _add_annotated(
         self, example: LoadedImage, image: SampleImage, rows: Sequence[int], *, are_only_boxes: bool

@@ -23,7 +23,7 @@ from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.user_images import IMAGE_SUFFIXES, images_in_folder, list_items, to_numpy
 from e2e_vl.data.user_images import to_image_file as to_image_file  # also a name of this module
 from e2e_vl.data.vcr import Outlines
-from e2e_vl.io import Count, FourNumbers, Id, Name, Pixel, Record, box_corners, read_text
+from e2e_vl.io import Count, FourNumbers, Id, Name, Pixel, Record, Score, box_corners, read_text
 from e2e_vl.samples import AnnotatedObjects
 
 logger = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ class _SavedRegion(Record):
 class _BoxesFile(Record):
     boxes: list[_Corners | Pixel] | None = None
     names: list[Name] | None = None
+    scores: list[Score] | None = None
     segms: list[Outlines] | None = None
     regions: list[_SavedRegion | _Corners] | None = None  # of results that were saved as JSON
 
@@ -195,9 +196,9 @@ def warn_of_given_boxes_outside(
 def read_boxes(words: Sequence[str], source: str = "--boxes") -> AnnotatedObjects:
     """Read the boxes of a command line: a file, or arguments `x1,y1,x2,y2` or with a class `person:1,2,30,40`.
 
-    A file is JSON: a list of [x1, y1, x2, y2], or an object with such a list as `boxes` and optionally class names
-    `names` and outlines `segms`, as in VCR's metadata files (a score after each box is ignored), or the `regions` of a
-    saved result; or `.npz` with `boxes`, as written by tools/extract_demo.py.
+    A file is JSON: a list of [x1, y1, x2, y2], or an object with such a list as `boxes` and optionally `scores`, class
+    names `names` and outlines `segms`, as in VCR's metadata files (a score after each box is ignored), or the `regions`
+    of a saved result; or `.npz` with `boxes`, as written by tools/extract_demo.py.
     """
     if len(words) == 1 and "," not in words[0]:
         return _read_file(user_path(words[0], source))
@@ -228,9 +229,11 @@ def _read_file(path: Path) -> AnnotatedObjects:
         rows = read_json(path, list[_Corners | Pixel] | _BoxesFile)
         content = _BoxesFile(rows) if isinstance(rows, list) else rows
     boxes = _boxes_in(content, path)
-    for column in (content.names, content.segms):
+    for column in (content.names, content.scores, content.segms):
         if column is not None and len(column) != len(boxes):
-            raise UserError(f"{path}: 'names' and 'segms' must have one entry for each of the {len(boxes)} boxes.")
+            raise UserError(
+                f"{path}: 'names', 'scores' and 'segms' must have one entry for each of the {len(boxes)} boxes."
+            )
     names = None
     if content.names is not None:
         names = tuple(content.names)
@@ -239,7 +242,11 @@ def _read_file(path: Path) -> AnnotatedObjects:
         outlines = []
         for outlines_of_box in content.segms:
             outlines.append([np.array(outline, dtype=np.float64) for outline in outlines_of_box])
-    return AnnotatedObjects(validate_boxes(boxes, str(path)), str(path), names=names, outlines=outlines)
+    scores = None
+    if content.scores is not None:
+        scores = np.array(content.scores, dtype=np.float32)
+    corners = validate_boxes(boxes, str(path))
+    return AnnotatedObjects(corners, str(path), names=names, outlines=outlines, scores=scores)
 
 
 def _boxes_in(content: _BoxesFile, path: Path) -> list[list[float]]:
@@ -313,16 +320,56 @@ def _field_of(value: Any, name: str) -> Any:
     return getattr(value, name, value)
 
 
-def convert_boxes(boxes: Any) -> AnnotatedObjects | None:
+def convert_boxes(boxes: Any, scores: Any = None, names: Sequence[str] | None = None) -> AnnotatedObjects | None:
     """Parse a user's boxes.
 
     Args:
         boxes: numbers [R, 4] or [4], xyxy in pixels of the original image, in lists, arrays or tensors; an object or a
             dict that has such `boxes`; regions, each with a `box`; or strings or a file as in `--boxes`.
+        scores: R numbers from 0 to 1; None: those that `boxes` has, if it has any.
+        names: R class names, or phrases that a detector looked for; None: the `text_labels` that `boxes` has, as a
+            detector of transformers calls them, if it has any.
 
     Raises:
         UserError: they are none of these.
     """
+    if boxes is None and (scores is not None or names is not None):
+        raise UserError("The scores and names are those of boxes; give the boxes, too.")
+    if scores is None:
+        scores = _stated(boxes, "scores")
+    if names is None:
+        names = _stated(boxes, "text_labels")
+    objects = _convert_corners(boxes)
+    if objects is None or (scores is None and names is None):
+        return objects
+    labels = {}
+    if scores is not None:
+        labels["scores"] = _convert_scores(scores)
+    if names is not None:
+        labels["names"] = tuple(map(str, names))
+    for kind, values in labels.items():
+        if len(values) != len(objects):
+            raise UserError(f"boxes: there are {len(objects)} boxes and {len(values)} {kind}; give one for each box.")
+    return dataclasses.replace(objects, **labels)
+
+
+def _stated(value: Any, name: str) -> Any:
+    """Return an attribute of an object or an entry of a dict; None if it has none of this name."""
+    return value.get(name) if isinstance(value, dict) else getattr(value, name, None)
+
+
+def _convert_scores(scores: Any) -> np.ndarray:
+    """Return a user's scores as float32 [R]."""
+    if hasattr(scores, "detach"):
+        scores = to_numpy(scores)
+    values = np.asarray(scores, dtype=np.float32)
+    if values.ndim != 1 or not ((values >= 0) & (values <= 1.0001)).all():  # as `Score`
+        raise UserError("boxes: the scores must be a list of numbers from 0 to 1, one for each box.")
+    return values
+
+
+def _convert_corners(boxes: Any) -> AnnotatedObjects | None:
+    """Parse the corners of a user's boxes, see `convert_boxes`."""
     if boxes is None or isinstance(boxes, AnnotatedObjects):
         return boxes
     boxes = _field_of(_field_of(boxes, "boxes"), "box")

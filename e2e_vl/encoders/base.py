@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from detector.errors import UserError
 from e2e_vl.encoders.config import NoEncoderConfig
-from e2e_vl.encoders.layers import GEOMETRY_LAYERS
+from e2e_vl.encoders.layers import GEOMETRY_LAYERS, ProposalEmbedding
 from e2e_vl.registry import Config, decode
 from e2e_vl.structures import Ability, AttentionGraph, EncoderOutput, TextBatch, TextRegions
 from e2e_vl.text import TextLayout
@@ -70,7 +70,13 @@ class Encoder(PreTrainedModel):
     # attribute of `embeddings` with the word embeddings [V, E]; `get_input_embeddings` returns it
     _input_embed_layer = "word_embeddings"
     # classes of modules that are initialised by their `reset_parameters`
-    self_initialized: ClassVar[tuple[type[nn.Module], ...]] = GEOMETRY_LAYERS
+    self_initialized: ClassVar[tuple[type[nn.Module], ...]] = (*GEOMETRY_LAYERS, ProposalEmbedding)
+
+    def __init__(self, config: PretrainedEncoderConfig):
+        super().__init__(config)
+        self.proposal_embedding = None
+        if getattr(config, "proposal_scores", False):
+            self.proposal_embedding = ProposalEmbedding(config.feature_dim)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -120,6 +126,20 @@ class Encoder(PreTrainedModel):
     def max_text_length(self) -> int | None:
         """Number of wordpieces, special tokens included, of the longest text that it can encode; None: no limit."""
         return None
+
+    @property
+    def reads_proposals(self) -> bool:
+        """Whether `forward` reads `TextRegions.proposals`."""
+        return self.proposal_embedding is not None
+
+    def with_proposals(self, regions: TextRegions) -> TextRegions:
+        """Return the regions with features that say what a proposer says of them, if the encoder reads it."""
+        if self.proposal_embedding is None:
+            return regions
+        added = self.proposal_embedding(regions.proposals.to(self.proposal_embedding.weight.dtype))
+        result = dataclasses.replace(regions, features=regions.features + added.to(regions.features.dtype))
+        result.lengths = regions.lengths
+        return result
 
     def recompute_activations(self) -> None:
         """Turn on activation checkpointing, if the encoder supports it."""

@@ -40,6 +40,9 @@ class TransformerConfig(Config, frozen=True):
     # in official checkpoints
     relative_geometry: bool = False
     relative_geometry_size: PositiveInt = 64  # hidden size of its MLPs
+    # add a learned embedding of the score of a proposed box, and of how well its phrase matches the text, to the
+    # feature of the region, see `ProposalEmbedding`; not in official checkpoints
+    proposal_scores: bool = False
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_attention_heads:

@@ -19,7 +19,7 @@ from transformers.models.bert.configuration_bert import BertConfig
 from transformers.models.bert.modeling_bert import BertAttention, BertIntermediate, BertOutput, BertSelfAttention
 
 from detector.errors import UserError
-from e2e_vl.structures import IntermediateStates, TextBatch, TextRegions, take_along_dim
+from e2e_vl.structures import PROPOSAL_NUMBERS, IntermediateStates, TextBatch, TextRegions, take_along_dim
 
 
 class BertLayerWithAttentions(GradientCheckpointingLayer):
@@ -346,3 +346,24 @@ def same_image_mask(regions: TextRegions) -> Bool[Tensor, "M R R"]:
     """Return True for pairs of regions from the same image of a text."""
     same_image = regions.image_slot[:, :, None] == regions.image_slot[:, None]
     return same_image & regions.attention_mask[:, :, None] & regions.attention_mask[:, None]
+
+
+# What a proposer says of a region
+
+
+class ProposalEmbedding(nn.Linear):
+    """A learned map from `TextRegions.proposals` to what is added to the feature of a region, initially zero.
+
+    It has no bias, so nothing is added to a region of which no proposer says anything.
+    """
+
+    starts_at_zero = True  # as `RelativeGeometryBias`
+
+    def __init__(self, feature_dim: int):
+        super().__init__(PROPOSAL_NUMBERS, feature_dim, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, proposals: Float[Tensor, "M R 4"]) -> Float[Tensor, "M R D"]:
+        return super().forward(proposals)

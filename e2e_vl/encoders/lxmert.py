@@ -457,6 +457,7 @@ class LxmertEncoder(Encoder):
         output_attentions: bool = False,
         intermediate_layers: Collection[int] = (),
     ) -> EncoderOutput:
+        regions = self.with_proposals(regions)
         passes = ImagePasses.from_regions(regions, self.config.max_images)
         region_mask = passes.attention_mask.flatten(0, 1)
         word_maps = []

@@ -223,6 +223,7 @@ class VisualBertEncoder(Encoder):
 
         The summary is the state at `texts.summary`, or else the pooled state of [CLS].
         """
+        regions = self.with_proposals(regions)
         hidden, layout = self.embeddings(texts, regions)
         biases = [] if self.relative_geometry is None else pack_biases(self.relative_geometry, regions, layout)
         return self.encode(texts, hidden, layout, output_attentions, biases, intermediate_layers)

@@ -18,7 +18,6 @@ from typing_extensions import override
 from e2e_vl.encoders.base import Encoder, PretrainedEncoderConfig, read_summary
 from e2e_vl.encoders.config import VLBertEncoderConfig
 from e2e_vl.encoders.layers import (
-    GEOMETRY_LAYERS,
     BertLayerWithAttentions,
     LayerOutputs,
     RelativeGeometryBias,
@@ -312,7 +311,7 @@ class VLBertModel(Encoder):
         RegionProjection,
         ScaledLayerNorm,
         ScalarFactor,
-        *GEOMETRY_LAYERS,
+        *Encoder.self_initialized,
     )
     region_modules = ("embeddings.region_projection", "embeddings.region_visual")
     abilities = frozenset({Ability.SUMMARY_OF_QUESTION, Ability.WORD_EMBEDDINGS, Ability.INTERMEDIATE_STATES})
@@ -372,6 +371,7 @@ class VLBertModel(Encoder):
         With `config.uses_whole_image`, row 0 of the regions is the whole image. The summary is the state at
         `texts.summary`, or else the pooled state of [CLS] with `config.with_pooler`.
         """
+        regions = self.with_proposals(regions)
         hidden, layout = self.embeddings(texts, regions)
         run = self.encode(hidden, layout, regions, output_attentions, intermediate_layers)
         length = texts.attention_mask.shape[1]

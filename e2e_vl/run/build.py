@@ -58,13 +58,19 @@ ADAPTERS: dict[str, tuple[WeightAdapter, ...]] = {  # encoders that can load the
 def resolve_config(config: RunConfig) -> RunConfig:
     """Return the settings with `data.resize` filled in from the detector's YAML file where it is null.
 
-    It is an error to train on the boxes of a detector that stays random.
+    It is an error to train on the boxes of a detector that stays random, and to read scores of boxes that have none.
     """
     is_random = config.detector.loss_weight == 0 and config.detector.weights is None
     if config.data.boxes.train is BoxSource.ONLINE and is_random:
         raise UserError(
             "data.boxes.train is online, but the detector is initialised at random and detector.loss_weight is 0, so "
             "its boxes would never become useful; set detector.loss_weight or detector.weights."
+        )
+    reads_proposals = getattr(config.encoder.config, "proposal_scores", False)
+    if reads_proposals and config.data.boxes.train.reads_annotations:
+        raise UserError(
+            f"data.boxes.train is {config.data.boxes.train}, but annotated boxes have no scores, which "
+            "encoder.config.proposal_scores reads; set it to detections."
         )
     return resolve_resize(config)
 
@@ -357,6 +363,7 @@ def make_synthetic_data(config: RunConfig) -> None:
             seed=synthetic.seed,
             config=synthetic.config.scene,
             language=synthetic.config.language,
+            detections=synthetic.config.detections,
             rendering=synthetic.config.rendering,
             formats=synthetic.formats,
             workers=workers,
@@ -505,8 +512,15 @@ def build_text_tokenizer(
 ) -> TextTokenizer:
     """Return the tokenizer that encodes texts in the layout of the model's encoder."""
     data = config.data
-    marks = model.phrase_head is not None
-    return TextTokenizer(tokenizer, model.encoder.layout, data.max_text_length, data.blank_text, training, marks)
+    return TextTokenizer(
+        tokenizer,
+        model.encoder.layout,
+        data.max_text_length,
+        data.blank_text,
+        training,
+        with_phrase_spans=model.phrase_head is not None,
+        with_phrase_matches=model.encoder.reads_proposals,
+    )
 
 
 def build_loader(

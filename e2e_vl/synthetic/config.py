@@ -106,3 +106,4 @@ class GeneratorConfig(Config, frozen=True):
     scene: SceneConfig = SceneConfig()
     language: LanguageConfig = LanguageConfig()
     rendering: RenderingConfig = RenderingConfig()
+    detections: ImitatedDetectorConfig = ImitatedDetectorConfig()

@@ -81,6 +81,7 @@ OFFICIAL_CONFIG = {
     "uses_whole_image": False,
     "named_regions": False,
     "relative_geometry": False,
+    "proposal_scores": False,
 }
 
 
@@ -208,6 +209,7 @@ TRANSFORMERS_CONFIG = {  # values of our config that transformers' model impleme
     "named_regions": False,
     "cross_attention": "shared",
     "relative_geometry": False,
+    "proposal_scores": False,
     "with_segments": True,
     "with_lstm": False,
     "pooling": "tanh",

@@ -112,6 +112,7 @@ class OfficialVisualBert(WeightAdapter):
         "region_types": [0, 1],
         "project_equal_sizes": True,
         "relative_geometry": False,
+        "proposal_scores": False,
     }
 
     @override
@@ -205,6 +206,7 @@ class TransformersVisualBert(OfficialVisualBert):
         "bypass_transformer": False,
         "project_equal_sizes": True,
         "relative_geometry": False,
+        "proposal_scores": False,
     }
 
     @override

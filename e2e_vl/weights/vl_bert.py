@@ -102,6 +102,7 @@ OFFICIAL_CONFIG = {
     "uses_whole_image": True,
     "norm_first": False,
     "relative_geometry": False,
+    "proposal_scores": False,
     "max_images": 1,
 }
 OFFICIAL_DETECTOR: dict[str, Any] = {  # not visible in the weights; from configs/detector/vl_bert_R_101.yaml

@@ -114,6 +114,14 @@ def test_given_boxes_are_the_candidates(model, records):
         model.ask(image, "the star", boxes=[[5, 5, 9, 9], [5, 5, width + 2, 9]])
 
 
+def test_scores_of_boxes_that_no_part_reads_are_named(model, records):
+    image, boxes = records[0]["file_name"], [[2.0, 3.0, 40.0, 50.0], [30.0, 20.0, 70.0, 61.0]]
+    with pytest.warns(UserWarning, match="does not read the scores of boxes, so they change nothing"):
+        answer = model.ask(image, "the star", boxes=boxes, scores=[0.9, 0.1], names=["star", "circle"])
+    assert answer.box_names == ["star", "circle"]
+    np.testing.assert_array_equal(answer.box, model.ask(image, "the star", boxes=boxes).box)
+
+
 def test_words_that_the_vocabulary_lacks_are_named(model, records):
     with pytest.warns(UserWarning, match="Not in the vocabulary of .*: elephant, \N{UNICORN FACE};") as said:
         [answer, plain] = model.ask(records[0]["file_name"], ["the red elephant 7 \N{UNICORN FACE} ?", "the star"])

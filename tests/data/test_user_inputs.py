@@ -168,6 +168,22 @@ def test_boxes_must_lie_in_their_image():
             require_inside(np.array([box], dtype=float), (60, 100), "--boxes", "a.jpg")
 
 
+def test_boxes_with_scores_and_names():
+    boxes = [[1, 2, 30, 40], [5, 6, 7, 8]]
+    stated = convert_boxes(boxes, [0.9, 0.25], ["lion", "left lion"])
+    assert stated.scores.tolist() == [np.float32(0.9), 0.25] and stated.names == ("lion", "left lion")
+    # as a detector of transformers returns them
+    result = {"boxes": torch.tensor(boxes), "scores": torch.tensor([0.9, 0.25]), "text_labels": ["lion", "lion"]}
+    detected = convert_boxes(result)
+    assert detected.scores.tolist() == stated.scores.tolist() and detected.names == ("lion", "lion")
+    assert convert_boxes(result, [0.5, 0.5]).scores.tolist() == [0.5, 0.5]
+    for scores in ([0.5], [[0.5, 0.5]], [0.5, 1.5], [0.5, np.nan]):
+        with pytest.raises(UserError, match="boxes: "):
+            convert_boxes(boxes, scores)
+    with pytest.raises(UserError, match="give the boxes, too"):
+        convert_boxes(None, [0.5])
+
+
 def test_forms_of_boxes():
     numbers, kinds = [[1, 2, 30, 40]], tv_tensors.BoundingBoxFormat
     on_canvas = {"canvas_size": (50, 50)}

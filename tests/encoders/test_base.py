@@ -309,6 +309,30 @@ def test_geometry_of_one_image_says_nothing_about_the_other(name):
     assert paired(one_text(), regions).regions.isfinite().all()
 
 
+# What a proposer says of regions
+
+
+@pytest.mark.parametrize("name", LAYERED)
+def test_scores_of_proposals_start_as_nothing_and_are_read_when_learned(name):
+    plain, scored = make(name), make(name, proposal_scores=True)
+    missing, unexpected = scored.load_state_dict(plain.state_dict(), strict=False)
+    assert missing == ["proposal_embedding.weight"] and not unexpected
+    assert not plain.reads_proposals and scored.reads_proposals
+    texts, regions = make_inputs()
+    numbers = torch.rand(*regions.row.shape, 4, generator=torch.Generator().manual_seed(2))
+    proposed = dataclasses.replace(regions, proposals=numbers * regions.attention_mask[..., None])
+    before = plain(texts, regions)
+    for inputs in (regions, proposed):
+        output = scored(texts, inputs)
+        assert torch.equal(output.text, before.text) and torch.equal(output.regions, before.regions)
+    nn.init.normal_(scored.proposal_embedding.weight)
+    if "zero scale" not in name:  # its visual part starts at zero
+        assert not torch.allclose(scored(texts, proposed).regions, before.regions, atol=1e-2)
+    unknown = scored(texts, regions)
+    assert torch.equal(unknown.text, before.text) and torch.equal(unknown.regions, before.regions)
+    torch.testing.assert_close(scored(texts, proposed).text[2], before.text[2])  # it has no region
+
+
 # Abilities
 
 

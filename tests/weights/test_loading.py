@@ -72,6 +72,17 @@ def test_weights_without_relative_geometry_start_as_they_were(tmp_path, name, is
         torch.testing.assert_close(getattr(before, part), getattr(after, part), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ENCODERS)
+def test_weights_of_before_start_without_scores_of_proposals(tmp_path, name):
+    make, _, _ = ENCODERS[name]
+    plain = make()
+    plain.save_pretrained(tmp_path / "model" / "encoder")
+    scored = make(proposal_scores=True)
+    report = load_encoder(scored, tmp_path, rules("vqa", name))
+    assert report.zero == ["proposal_embedding"]
+    assert torch.equal(plain(*make_inputs()).regions, scored(*make_inputs()).regions)
+
+
 def test_a_part_of_relative_geometry_is_not_enough(tmp_path):
     saved, loaded = make_vl_bert(relative_geometry=True), make_vl_bert(relative_geometry=True)
     learn_geometry(saved)
