@@ -80,7 +80,7 @@ READ = {  # name of a file to read -> the types that decode it; several of them 
     "nlvr2/valid.json": [list[lxmert.ListedPair]],
     "all_ans.json": [list[answer_lists._SourcedAnswer]],
     "res101_coco_minus_refer_notime_dets.json": [list[image_loader._Detection]],
-    "detections.json": [list[image_loader._Detection]],
+    "detections.json": [list[image_loader._Detection], list[user_inputs._LabelledDetection]],
     "labelme.json": [labelme._LabelMe],
     "questions.json": [list[ask.QuestionEntry]],
     "boxes.json": [user_inputs._BoxesFile],

@@ -13,7 +13,7 @@ from detector.errors import UserError
 from e2e_vl.api.results import ImageRegions
 from e2e_vl.config import DISPLAY_SELECTION
 from e2e_vl.data.user_images import ImageFile, expand_images, to_image_file
-from e2e_vl.data.user_inputs import convert_boxes
+from e2e_vl.data.user_inputs import boxes_of_image, convert_boxes
 from e2e_vl.extraction.regions import LoadedDetector, extract_image
 from e2e_vl.run.devices import choose_device, choose_precision, computing_in
 from e2e_vl.samples import AnnotatedObjects
@@ -120,7 +120,9 @@ class TrainedDetector:
         is_list = images is not None
         if not is_list:
             images = [image]
-        results = [self.find_regions(to_image_file(single_image), given_boxes, rule) for single_image in images]
+        results = []
+        for file in map(to_image_file, images):
+            results.append(self.find_regions(file, boxes_of_image(given_boxes, file), rule))
         for warning in dict.fromkeys(result.warning for result in results if result.warning):
             warnings.warn(warning, stacklevel=stacklevel)
         return results if is_list else results[0]

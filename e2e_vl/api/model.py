@@ -31,7 +31,7 @@ from e2e_vl.api.sharing import MODEL_CARD, evaluation_results, without_absolute_
 from e2e_vl.config import BoxSource, RunConfig
 from e2e_vl.data.batching import collate, random_generator
 from e2e_vl.data.user_images import ImageFile, to_image_file
-from e2e_vl.data.user_inputs import convert_boxes, require_inside
+from e2e_vl.data.user_inputs import boxes_of_image, convert_boxes, require_inside
 from e2e_vl.extraction.regions import RANDOM_BOXES, LoadedDetector
 from e2e_vl.io import DEMO, find_run
 from e2e_vl.metrics.sureness import SURE
@@ -269,7 +269,8 @@ class TrainedModel(
             boxes: [Q, 4], or strings or a file as in `ask`.
             text: a caption, optionally with [MASK].
         """
-        question = Question(to_image_file(image), text, boxes_to_mask=convert_boxes(boxes))
+        file = to_image_file(image)
+        question = Question(file, text, boxes_to_mask=boxes_of_image(convert_boxes(boxes), file))
         return self._answer_with_warnings([question])[0]
 
     @overload

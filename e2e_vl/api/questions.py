@@ -13,11 +13,12 @@ from PIL import Image
 
 from detector.errors import UserError
 from e2e_vl.data.user_images import IMAGE_SUFFIXES, expand_images, list_items, to_image_file
+from e2e_vl.data.user_inputs import BoxesOfImages, boxes_of_image
 from e2e_vl.samples import AnnotatedObjects, Question
 
 
 def make_questions(
-    image: Any, text: Any, given_boxes: AnnotatedObjects | None, choices: Any, answer: Any
+    image: Any, text: Any, given_boxes: AnnotatedObjects | BoxesOfImages | None, choices: Any, answer: Any
 ) -> tuple[list[Question], bool]:
     """Return the questions of a call of `ask`, and whether it asks for a list of answers."""
     if isinstance(image, str) and is_image(text) and not is_image(image):
@@ -60,8 +61,9 @@ def make_questions(
         if not group:
             raise UserError("An image is an empty tuple; give one image, or the images that one text is about.")
         first, *others = (files[id(source)] for source in group)
+        boxes = boxes_of_image(given_boxes, first)
         questions.append(
-            Question(first, question_text, given_boxes, tuple(question_choices), given_answer, others=tuple(others))
+            Question(first, question_text, boxes, tuple(question_choices), given_answer, others=tuple(others))
         )
     return questions, is_list
 

@@ -38,7 +38,7 @@ from detector.errors import UserError, user_path
 from detector.io import read_json, write_json
 from e2e_vl.cli.main import make_parser, print_errors
 from e2e_vl.data.user_images import ImageFile, find_images, to_image_file
-from e2e_vl.data.user_inputs import read_boxes
+from e2e_vl.data.user_inputs import boxes_of_image, read_boxes
 from e2e_vl.data.videos import is_video, read_frames
 from e2e_vl.io import find_run, write_png
 from e2e_vl.samples import Question
@@ -65,7 +65,8 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         nargs="+",
         metavar="BOX",
         help="candidates instead of the detector's: x1,y1,x2,y2 or class:x1,y1,x2,y2 in pixels of the image, or a file "
-        "(JSON list, JSON object with `boxes` and optional `names`, a saved result, or regions.npz of e2e-vl extract)",
+        "(JSON list, JSON object with `boxes` and optional `names` and `scores`, a saved result, the file of e2e-vl "
+        "detect, or regions.npz of e2e-vl extract)",
     )
     parser.add_argument(
         "--mask",
@@ -144,11 +145,11 @@ def read_questions(args: argparse.Namespace) -> list[Question]:
         question = Question(
             first,
             text,
-            boxes,
+            boxes_of_image(boxes, first),
             choices=tuple(args.choices),
             answer=args.answer,
             others=tuple(others),
-            boxes_to_mask=boxes_to_mask,
+            boxes_to_mask=boxes_of_image(boxes_to_mask, first),
         )
         questions.append(question)
     return questions

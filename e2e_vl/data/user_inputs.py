@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +22,7 @@ from detector.errors import UserError, first_line, user_path
 from detector.io import read_json
 from e2e_vl.data.box_checks import reach_outside, require_pixels, warn_of_boxes_outside
 from e2e_vl.data.coco import CocoInstances
-from e2e_vl.data.user_images import IMAGE_SUFFIXES, images_in_folder, list_items, to_numpy
+from e2e_vl.data.user_images import IMAGE_SUFFIXES, ImageFile, images_in_folder, list_items, to_numpy
 from e2e_vl.data.user_images import to_image_file as to_image_file  # also a name of this module
 from e2e_vl.data.vcr import Outlines
 from e2e_vl.io import Count, FourNumbers, Id, Name, Pixel, Record, Score, box_corners, read_text
@@ -45,6 +47,19 @@ class _GivenDetection(Record):
     bbox: FourNumbers | None = None  # COCO's results
     box: FourNumbers | None = None  # MAttNet's
     det_id: Id | None = None
+
+    def corners(self, where: str) -> FourNumbers:
+        """Return x1, y1, x2, y2; `where` names the file and the record in error messages."""
+        sides = self.box or self.bbox
+        if sides is None:
+            raise UserError(f"{where} has no bbox, [x, y, width, height]; correct or remove it.")
+        return box_corners(sides, where)
+
+
+class _LabelledDetection(_GivenDetection):
+    score: Score | None = None
+    category_name: str | None = None
+    phrase: str | None = None
 
 
 _Corners = Annotated[list[Pixel], Meta(min_length=4, max_length=5)]  # x1, y1, x2, y2 and optionally a score
@@ -136,10 +151,7 @@ def read_given_boxes(path: str | Path) -> dict[str, GivenBoxes]:
     rows: list[tuple[str, FourNumbers, Id | None]] = []
     if isinstance(read_json(path), list):
         for number, detection in enumerate(read_json(path, list[_GivenDetection])):
-            sides = detection.box or detection.bbox
-            if sides is None:
-                raise UserError(f"{path}: detection {number} has no bbox, [x, y, width, height]; correct or remove it.")
-            box = box_corners(sides, f"{path}: detection {number}")
+            box = detection.corners(f"{path}: detection {number}")
             rows.append((str(detection.image_id), box, detection.det_id))
         require_pixels(np.array([box for _, box, _ in rows]), str(path))
         size_of = dict.fromkeys(image_id for image_id, _, _ in rows)
@@ -193,12 +205,64 @@ def warn_of_given_boxes_outside(
         warn_of_boxes_outside(np.array(boxes), np.array(sizes), image_ids, where)
 
 
-def read_boxes(words: Sequence[str], source: str = "--boxes") -> AnnotatedObjects:
+@dataclasses.dataclass(frozen=True)
+class BoxesOfImages:
+    """The boxes of many images in a file of detections."""
+
+    path: Path
+    by_id: Mapping[str, AnnotatedObjects]  # image id -> its boxes
+
+    def of(self, file: ImageFile) -> AnnotatedObjects:
+        """Return the boxes of an image, whose id is the end of its path without suffix, or the number at its end.
+
+        Raises:
+            UserError: the file has no boxes for it.
+        """
+        parts = Path(str(file)).with_suffix("").parts
+        ids = ["/".join(parts[first:]) for first in range(len(parts))]
+        number = re.search(r"\d+$", parts[-1]) if parts else None
+        if number is not None:
+            ids.append(str(int(number[0])))
+        for image_id in ids:
+            if image_id in self.by_id:
+                return self.by_id[image_id]
+        raise UserError(f"{self.path}: there are no boxes of the image {file}; give its boxes, or another file.")
+
+
+def boxes_of_image(boxes: AnnotatedObjects | BoxesOfImages | None, file: ImageFile) -> AnnotatedObjects | None:
+    """Return the boxes that a user gave for an image."""
+    return boxes.of(file) if isinstance(boxes, BoxesOfImages) else boxes
+
+
+def _read_boxes_of_images(path: Path, rows: Sequence[_LabelledDetection]) -> BoxesOfImages:
+    """Group the detections of a file by image; their names are phrases or class names, if all of them have one."""
+    corners: dict[str, list[FourNumbers]] = defaultdict(list)
+    scores: dict[str, list[float | None]] = defaultdict(list)
+    names: dict[str, list[str | None]] = defaultdict(list)
+    for number, row in enumerate(rows):
+        image_id = str(row.image_id)
+        corners[image_id].append(row.corners(f"{path}: detection {number}"))
+        scores[image_id].append(row.score)
+        names[image_id].append(row.phrase or row.category_name)
+    by_id = {}
+    for image_id, boxes in corners.items():
+        where = f"{path}: image {image_id}"
+        objects = AnnotatedObjects(validate_boxes(boxes, where), where)
+        if None not in scores[image_id]:
+            objects = dataclasses.replace(objects, scores=np.array(scores[image_id], dtype=np.float32))
+        if None not in names[image_id]:
+            objects = dataclasses.replace(objects, names=tuple(names[image_id]))
+        by_id[image_id] = objects
+    return BoxesOfImages(path, by_id)
+
+
+def read_boxes(words: Sequence[str], source: str = "--boxes") -> AnnotatedObjects | BoxesOfImages:
     """Read the boxes of a command line: a file, or arguments `x1,y1,x2,y2` or with a class `person:1,2,30,40`.
 
     A file is JSON: a list of [x1, y1, x2, y2], or an object with such a list as `boxes` and optionally `scores`, class
     names `names` and outlines `segms`, as in VCR's metadata files (a score after each box is ignored), or the `regions`
-    of a saved result; or `.npz` with `boxes`, as written by tools/extract_demo.py.
+    of a saved result, or detections of many images as `e2e-vl detect` writes them; or `.npz` with `boxes`, as written
+    by tools/extract_demo.py.
     """
     if len(words) == 1 and "," not in words[0]:
         return _read_file(user_path(words[0], source))
@@ -217,7 +281,7 @@ def read_boxes(words: Sequence[str], source: str = "--boxes") -> AnnotatedObject
     return AnnotatedObjects(corners, source, names=tuple(names))
 
 
-def _read_file(path: Path) -> AnnotatedObjects:
+def _read_file(path: Path) -> AnnotatedObjects | BoxesOfImages:
     """Read boxes from a file, see `read_boxes`."""
     if path.suffix.lower() == ".npz":
         try:
@@ -226,7 +290,9 @@ def _read_file(path: Path) -> AnnotatedObjects:
         except (KeyError, OSError, ValueError, BadZipFile) as error:
             raise UserError(f"{path}: the file is missing or has no readable array 'boxes'.") from error
     else:
-        rows = read_json(path, list[_Corners | Pixel] | _BoxesFile)
+        rows = read_json(path, list[_Corners | Pixel | _LabelledDetection] | _BoxesFile)
+        if isinstance(rows, list) and rows and all(isinstance(row, _LabelledDetection) for row in rows):
+            return _read_boxes_of_images(path, rows)
         content = _BoxesFile(rows) if isinstance(rows, list) else rows
     boxes = _boxes_in(content, path)
     for column in (content.names, content.scores, content.segms):
@@ -320,7 +386,9 @@ def _field_of(value: Any, name: str) -> Any:
     return getattr(value, name, value)
 
 
-def convert_boxes(boxes: Any, scores: Any = None, names: Sequence[str] | None = None) -> AnnotatedObjects | None:
+def convert_boxes(
+    boxes: Any, scores: Any = None, names: Sequence[str] | None = None
+) -> AnnotatedObjects | BoxesOfImages | None:
     """Parse a user's boxes.
 
     Args:
@@ -342,6 +410,8 @@ def convert_boxes(boxes: Any, scores: Any = None, names: Sequence[str] | None = 
     objects = _convert_corners(boxes)
     if objects is None or (scores is None and names is None):
         return objects
+    if isinstance(objects, BoxesOfImages):
+        raise UserError(f"{objects.path} has the scores and names of its boxes; leave out scores and names.")
     labels = {}
     if scores is not None:
         labels["scores"] = _convert_scores(scores)
@@ -368,7 +438,7 @@ def _convert_scores(scores: Any) -> np.ndarray:
     return values
 
 
-def _convert_corners(boxes: Any) -> AnnotatedObjects | None:
+def _convert_corners(boxes: Any) -> AnnotatedObjects | BoxesOfImages | None:
     """Parse the corners of a user's boxes, see `convert_boxes`."""
     if boxes is None or isinstance(boxes, AnnotatedObjects):
         return boxes

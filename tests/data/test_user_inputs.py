@@ -14,6 +14,7 @@ from torchvision import tv_tensors
 from detector.errors import UserError
 from e2e_vl.data.user_inputs import (
     ListedImage,
+    boxes_of_image,
     convert_boxes,
     list_images,
     read_boxes,
@@ -182,6 +183,27 @@ def test_boxes_with_scores_and_names():
             convert_boxes(boxes, scores)
     with pytest.raises(UserError, match="give the boxes, too"):
         convert_boxes(None, [0.5])
+
+
+def test_boxes_of_many_images_are_found_by_the_image(tmp_path):
+    rows = [
+        {"image_id": 7, "bbox": [10, 20, 30, 40], "score": 0.5, "category_name": "cup"},
+        {"image_id": 7, "bbox": [1, 2, 30, 40], "score": 0.25, "phrase": "the blue mug"},
+        {"image_id": "kitchen/mug", "box": [1, 2, 3, 4], "score": 1},
+    ]
+    path = tmp_path / "boxes.json"
+    path.write_text(json.dumps(rows))
+    boxes = convert_boxes(path)
+    for name in ("7.jpg", "COCO_train2014_000000000007.jpg"):
+        objects = boxes_of_image(boxes, Path("photos") / name)
+        assert objects.boxes.tolist() == [[10, 20, 40, 60], [1, 2, 31, 42]]
+        assert objects.names == ("cup", "the blue mug") and objects.scores.tolist() == [0.5, 0.25]
+    named = boxes_of_image(boxes, Path("photos/kitchen/mug.png"))
+    assert named.boxes.tolist() == [[1, 2, 4, 6]] and named.names is None
+    with refused("boxes.json", "photos/mug.png"):
+        boxes_of_image(boxes, Path("photos/mug.png"))
+    with refused("boxes.json", "leave out scores and names"):
+        convert_boxes(path, [0.5])
 
 
 def test_forms_of_boxes():

@@ -56,6 +56,7 @@ def test_questions_with_scores_have_the_answers_of_the_evaluation(tiny_config):
     train(config)
     model = e2e_vl.load(config.output, device="cpu")
     assert model.network.encoder.proposal_embedding.weight.any()
+    file = Path(config.data.root) / config.data.files["detections"]
     records = detections_of(config)
     without_scores = []
     for record in predictions_of(Path(config.output), "val_detections")[:6]:
@@ -63,6 +64,7 @@ def test_questions_with_scores_have_the_answers_of_the_evaluation(tiny_config):
         image, text = record["file_name"], record["text"]
         answer = model.ask(image, text, boxes=detections.boxes, scores=detections.scores, names=detections.phrases)
         assert answer.score == pytest.approx(record["score"], abs=1e-5)
+        assert model.ask(image, text, boxes=file).score == pytest.approx(answer.score, abs=1e-5)
         with pytest.warns(UserWarning, match="The boxes have no scores, but"):
             without_scores.append(model.ask(image, text, boxes=detections.boxes).score != answer.score)
     assert any(without_scores)
