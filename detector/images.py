@@ -33,7 +33,10 @@ ChannelOrder = Literal["BGR", "RGB"]
 
 
 def load_image(
-    path: str | Path, channel_order: ChannelOrder = "BGR", annotated_size: tuple[int, int] | None = None
+    image: str | Path | bytes,
+    channel_order: ChannelOrder = "BGR",
+    annotated_size: tuple[int, int] | None = None,
+    name: str | None = None,
 ) -> Pixels:
     """Read an image file in its original size.
 
@@ -42,12 +45,14 @@ def load_image(
     orientation is applied; unreadable EXIF data is ignored. If a file contains several images, the first one is read.
 
     Args:
+        image: the path of the file, or its contents.
         annotated_size: (height, width) of the image in its annotations. Some tools ignore the EXIF orientation: if it
             exchanges the sides, and the annotations have them unexchanged, the image is read as it is stored, as they
             were drawn. Square images, and those that EXIF flips or turns upside down, do not show how they were
             annotated; they are read upright.
+        name: name of the file in error messages; default: its path.
     """
-    return _to_array(read_image(path, str(path), annotated_size), channel_order)
+    return _to_array(read_image(image, name or str(image), annotated_size), channel_order)
 
 
 def load_resized(

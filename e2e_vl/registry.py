@@ -98,6 +98,9 @@ DATASETS = {
     "visual_genome": Entry(
         "e2e_vl.data.config:VisualGenomeDatasetConfig", "e2e_vl.data.visual_genome:VisualGenomeDataset"
     ),
+    "mdetr": Entry("e2e_vl.data.config:MDETRDatasetConfig", "e2e_vl.data.mdetr:MDETRDataset"),
+    "odvg": Entry("e2e_vl.data.config:GroundedTextsConfig", "e2e_vl.data.odvg:ODVGDataset"),
+    "refcoco_parquet": Entry("e2e_vl.data.config:NoDatasetConfig", "e2e_vl.data.refcoco_parquet:ParquetRefCOCODataset"),
     "joined": Entry("e2e_vl.data.config:JoinedDatasetConfig", "e2e_vl.data.concat:JoinedDataset"),
 }
 

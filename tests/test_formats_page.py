@@ -27,9 +27,12 @@ from e2e_vl.data import (
     gqa,
     image_loader,
     lxmert,
+    mdetr,
     nlvr2,
+    odvg,
     overlap,
     refcoco,
+    refcoco_parquet,
     user_inputs,
     vcr,
     visual_genome,
@@ -56,6 +59,14 @@ PAGE = (ROOT / "docs" / "reference" / "formats.md").read_text("utf-8")
 ENTRY = re.compile(r"^### `([^`\n]+)`\n(?:(?!^### ).)*?```json\n(.*?)^```", re.MULTILINE | re.DOTALL)
 RECORDS = {name: json.loads(block) for name, block in ENTRY.findall(PAGE)}
 
+
+class MDETRFile(msgspec.Struct):
+    """A file whose two lists are read one after the other."""
+
+    images: list[mdetr._CaptionedImage]
+    annotations: list[mdetr._BoxWithWords]
+
+
 READ = {  # name of a file to read -> the types that decode it; several of them read different keys
     "instances.json": [coco.InstancesFile, tool_coco._CocoFile],
     "refs.json": [list[refcoco.Ref]],
@@ -75,6 +86,11 @@ READ = {  # name of a file to read -> the types that decode it; several of them 
     "region_descriptions.json": [list[visual_genome._RegionsOfImage]],
     "question_answers.json": [list[visual_genome._QuestionsOfImage]],
     "region_graphs.json": [list[visual_genome._GraphsOfImage]],
+    "final_mixed_train.json": [MDETRFile],
+    "train_vg.jsonl": [odvg._Line],
+    "val-00000-of-00001.parquet": [refcoco_parquet._RowOfImage],
+    "test-00000-of-00001.parquet": [refcoco_parquet._RowOfObject],
+    "train-00000-of-00001.parquet": [refcoco_parquet._RowOfRef],
     "lxmert/mscoco_train.json": [list[lxmert._SentencesRow]],
     "vqa/train.json": [list[lxmert.ScoredQuestion]],
     "nlvr2/valid.json": [list[lxmert.ListedPair]],

@@ -70,9 +70,9 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         "--formats",
         nargs="+",
         choices=FORMATS,
-        default=list(FORMATS),
         metavar="FORMAT",
-        help="file formats to write beside the images; an existing folder gets the formats that it lacks",
+        help="file formats to write beside the images (default: all whose packages are installed); an existing folder "
+        "gets the formats that it lacks",
     )
     parser.add_argument("--workers", type=int, default=0, help="worker processes; 0: draw in this process")
     args = parser.parse_args(argv)

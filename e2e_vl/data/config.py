@@ -114,6 +114,25 @@ class VisualGenomeDatasetConfig(Config, frozen=True):
     use_folders: bool = True  # images are in VG_100K and VG_100K_2; False: all in one folder, as released with GQA
 
 
+# Grounding pre-training
+
+
+class GroundedTextsConfig(Config, frozen=True):
+    """Texts whose phrases are grounded in boxes, in ODVG's format."""
+
+    # the truth of a text. "captions": its phrases, each with its boxes; "expressions": the boxes that the whole text
+    # refers to
+    texts: Literal["captions", "expressions"] = "captions"
+
+
+class MDETRDatasetConfig(GroundedTextsConfig, frozen=True):
+    """MDETR's files."""
+
+    # `data_source` of an image -> value of {source} in `data.files.images`, such as {coco: coco/train2014, vg: gqa};
+    # default: the `data_source` itself
+    image_folders: dict[str, str] = {}
+
+
 # The files of the official LXMERT code
 
 

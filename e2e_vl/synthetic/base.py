@@ -120,6 +120,11 @@ class FormatWriter(ABC):
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
 
+    @classmethod
+    def require_packages(cls) -> None:
+        """Raise a MissingPackageError if an optional package that `write` needs is not installed."""
+        return
+
     def draw(self, scene: SceneRecord, graph: SceneGraph) -> Any:
         """Draw what only this format needs about a scene; `write` finds it in `scene.drawn`.
 

@@ -120,7 +120,7 @@ class RefCOCOPlusWriter(FormatWriter):
         write_instances(folder / "instances.json", scenes)
         refs: list[dict[str, Any]] = []
         for scene in scenes:
-            refs += _refs(scene, len(refs))
+            refs += reference_entries(scene, len(refs))
         # A pickle also records which equal strings are one object, and that depends on the processes that made them.
         refs = json.loads(json.dumps(refs))
         (folder / "refs(unc).p").write_bytes(pickle.dumps(refs, protocol=2))  # the newest protocol that Python 2 reads
@@ -133,7 +133,7 @@ class RefCOCOPlusWriter(FormatWriter):
             write_compact(folder / "grefs(unc).json", grefs)
 
 
-def _refs(scene: SceneRecord, first_ref_id: int) -> list[dict[str, Any]]:
+def reference_entries(scene: SceneRecord, first_ref_id: int) -> list[dict[str, Any]]:
     """Return REFER's entries of a scene, one per object that is referred to.
 
     As in the release, `file_name` has a number added and does not name a file.

@@ -16,6 +16,7 @@ To add a format, write a `FormatWriter` and add it to `WRITERS`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import multiprocessing
@@ -34,7 +35,7 @@ import msgspec
 from filelock import FileLock
 from tqdm import tqdm
 
-from detector.errors import UserError
+from detector.errors import MissingPackageError, UserError
 from detector.io import read_json
 from e2e_vl.synthetic.base import FormatWriter, ObjectRecord, Recipe, ScenePosition, SceneRecord, draw_detections
 from e2e_vl.synthetic.coco import (
@@ -47,9 +48,11 @@ from e2e_vl.synthetic.coco import (
 from e2e_vl.synthetic.conceptual import ConceptualWriter, CorpusWriter, ShardsWriter
 from e2e_vl.synthetic.config import ImitatedDetectorConfig, LanguageConfig, RenderingConfig, SceneConfig
 from e2e_vl.synthetic.gqa import GQAWriter
+from e2e_vl.synthetic.grounding import MDETRWriter, ODVGWriter
 from e2e_vl.synthetic.language import draw_captions, draw_references, draw_without_target
 from e2e_vl.synthetic.lxmert import LxmertWriter
 from e2e_vl.synthetic.nlvr2 import PairWriter
+from e2e_vl.synthetic.parquet import ParquetWriter
 from e2e_vl.synthetic.phrases import EntitiesWriter, PhrasesWriter, VisualGenomeWriter
 from e2e_vl.synthetic.scenes import SceneGraph, degrade, draw_scene
 from e2e_vl.synthetic.shortcuts import write_shortcuts
@@ -75,6 +78,9 @@ WRITERS: dict[str, type[FormatWriter]] = {
     "flickr30k": EntitiesWriter,
     "lxmert": LxmertWriter,
     "visual_genome": VisualGenomeWriter,
+    "mdetr": MDETRWriter,
+    "odvg": ODVGWriter,
+    "refcoco+_parquet": ParquetWriter,
 }
 FORMATS = tuple(WRITERS)
 VERSION = 7  # increment when the same settings give different files
@@ -82,6 +88,16 @@ STAMP = "synthetic.json"
 _UNFINISHED = "synthetic.json.unfinished"
 _MAX_CHUNK = 16  # scenes per task of a process
 _IMAGE_OPTIONS = {"jpg": [cv2.IMWRITE_JPEG_QUALITY, 95], "png": [cv2.IMWRITE_PNG_COMPRESSION, 3]}
+
+
+def writable_formats() -> list[str]:
+    """Return the formats whose packages are installed."""
+    names = []
+    for name, writer in WRITERS.items():
+        with contextlib.suppress(MissingPackageError):
+            writer.require_packages()
+            names.append(name)
+    return names
 
 
 class OtherFilesError(UserError):
@@ -112,7 +128,7 @@ def make_scenes(
         config, language, detections: what is drawn, said and detected; None for the defaults.
         rendering: how it looks; None for the default.
         image_format: "jpg" (quality 95) or "png".
-        formats: which of `FORMATS` to write; None for all.
+        formats: which of `FORMATS` to write; None for all whose packages are installed.
         workers: number of processes that draw; 0 draws in this process.
 
     Returns:
@@ -127,10 +143,12 @@ def make_scenes(
         detections or ImitatedDetectorConfig(),
         rendering or RenderingConfig(),
     )
-    requested = set(WRITERS if formats is None else formats)
+    requested = set(writable_formats() if formats is None else formats)
     unknown = sorted(requested - set(WRITERS))
     if unknown:
         raise UserError(f"formats must be some of {', '.join(WRITERS)}; found {unknown[0]!r}")
+    for name in requested:
+        WRITERS[name].require_packages()
     output = Path(output)
     settings = msgspec.json.decode(msgspec.json.encode(recipe))
     if recipe.rendering == RenderingConfig():  # folders of earlier versions, which had no such settings, are the same

@@ -18,6 +18,7 @@ from detector.errors import UserError
 from detector.images import load_image
 from detector.structures import Detector
 from e2e_vl.drawing import draw_boxes
+from e2e_vl.parquet import image_of_name
 from e2e_vl.predictions import ONLY_PHRASES, Box, PhrasesOnly, Prediction, Ranked
 from e2e_vl.preprocessing import Preprocessor
 from e2e_vl.region_masking import RegionMasking
@@ -193,7 +194,8 @@ class HeadInit:
 
 def load_predicted_image(prediction: Prediction) -> np.ndarray:
     """Read the image of a prediction, uint8 RGB [height, width, 3], as it was annotated."""
-    return load_image(prediction.file_name, "RGB", prediction.image_size)
+    image = image_of_name(prediction.file_name)
+    return load_image(image, "RGB", prediction.image_size, prediction.file_name)
 
 
 def phrase_boxes(prediction: Prediction, first: int = 0) -> tuple[list[Box], list[str], list[bool]]:

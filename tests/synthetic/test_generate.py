@@ -59,6 +59,7 @@ def test_rendering_changes_pixels_and_nothing_else(small, tmp_path):
     assert pale.keys() == clean.keys()
     changed = [name for name in pale if pale[name] != clean[name]]
     with_images = [name for name in pale if name.endswith((".jpg", ".png", ".tar", "_image.zip"))]
+    with_images += [name for name in pale if name.endswith(".parquet") and "refs" not in name]
     assert set(changed) == {*with_images, "synthetic.json"}
     stamp = json.loads(pale["synthetic.json"])
     assert msgspec.convert(stamp["settings"].pop("rendering"), RenderingConfig) == PALE
