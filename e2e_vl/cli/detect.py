@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from detector.errors import UserError, user_path
 from detector.image_files import read_image
-from detector.io import write_json
+from detector.io import write_text
 from e2e_vl.cli.main import make_parser, print_errors
 from e2e_vl.config import ProposalRule
 from e2e_vl.data.refcoco import read_refs
@@ -90,7 +90,8 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     detections: list[dict[str, Any]] = []
     for image in images:
         detections += log.detections.get(image.id, ())
-    write_json(args.output, detections)
+    rows = ",\n".join(map(json.dumps, detections))  # there may be millions
+    write_text(args.output, f"[\n{rows}\n]\n")
     if not failures:
         log.path.unlink(missing_ok=True)
     print(f"{len(detections)} boxes of {len(images) - len(failures)} images: {args.output}")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import torch
 from PIL import Image
@@ -151,6 +152,7 @@ def load_proposer(source: str | Path) -> Proposer:
         MissingFileError: there is no such model, or the hub cannot be reached.
         UserError: it is no object detector.
     """
+    huggingface_hub.utils.logging.set_verbosity_error()  # it would print each of its retries
     try:
         config = AutoConfig.from_pretrained(source)
         takes_text = type(config) in MODEL_FOR_ZERO_SHOT_OBJECT_DETECTION_MAPPING

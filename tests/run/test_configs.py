@@ -76,6 +76,7 @@ def without_files(config: RunConfig, answers: int = 2) -> RunConfig:
         detector=replace(config.detector, weights=None),
         encoder=replace(config.encoder, weights=None),
         task=replace(config.task, weights=None, fallback_weights=None, config=task),
+        phrases=replace(config.phrases, weights=None),
     )
 
 
