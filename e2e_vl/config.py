@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from detector.config import (
+    BoxLoss,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
@@ -352,6 +353,20 @@ class PhraseConfig(Config, frozen=True):
     weights: str | None = None  # another run to start this head from; None = random
 
 
+class BoxRefinementConfig(Config, frozen=True):
+    """Box refinement as an additional loss: regions move onto the objects that texts name, and so do the answers.
+
+    For the tasks refcoco and flickr30k, and for every task with phrases (`phrases.weight`).
+    """
+
+    weight: NonNegativeFloat = 0.0  # weight of this loss relative to the task's; 0 = no refinement
+    # "smooth_l1" compares deltas, by plain L1 as in Detectron2; the others compare boxes, as in torchvision
+    loss: BoxLoss = "smooth_l1"
+    # a region learns to move onto a box that a text names from this IoU on
+    min_iou: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    weights: str | None = None  # another run to start this head from; None = random
+
+
 class RunConfig(Config, frozen=True, kw_only=True):
     """All settings of a run."""
 
@@ -362,6 +377,7 @@ class RunConfig(Config, frozen=True, kw_only=True):
     task: TaskConfig
     data: DataConfig
     phrases: PhraseConfig = PhraseConfig()
+    box_refinement: BoxRefinementConfig = BoxRefinementConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
 
@@ -384,6 +400,10 @@ class RunConfig(Config, frozen=True, kw_only=True):
             (
                 self.phrases.weights is not None and not self.phrases.weight,
                 "phrases.weights is set, but phrases.weight is 0, so there is no such head; set one only",
+            ),
+            (
+                self.box_refinement.weights is not None and not self.box_refinement.weight,
+                "box_refinement.weights is set, but box_refinement.weight is 0, so there is no such head; set one only",
             ),
         ):
             if is_wrong:

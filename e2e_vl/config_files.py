@@ -31,6 +31,7 @@ CONFIGS = PACKAGED_CONFIGS if PACKAGED_CONFIGS.is_dir() else Path(__file__).reso
 INPUTS = (  # keys that name existing files or folders, see `load_config`
     *("detector.config", "detector.weights", "encoder.weights", "encoder.fallback_weights"),
     *("task.weights", "task.fallback_weights", "task.config.answers", "phrases.weights"),
+    "box_refinement.weights",
     *("data.vocabulary", "data.root"),
 )
 COMMON = "common.yaml"  # what the configs of a folder share, see `base:`; on its own it is no run

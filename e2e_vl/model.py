@@ -5,6 +5,7 @@
        |          +--> detection losses                                      texts --> encoder --> task --> losses,
        |                                                                                |                   predictions
        |                                                        intermediate states --> phrase head --> losses, phrases
+       |                                                    states of regions --> box refinement --> losses, moved boxes
        |
        +-- pre-training only: a pass of the teacher over the whole images labels the regions; then some regions are
            masked in the pixels, before the detector sees them, or only their features are replaced
@@ -38,6 +39,7 @@ from e2e_vl.structures import (
     gather_regions,
 )
 from e2e_vl.tasks.base import Task
+from e2e_vl.tasks.box_refinement import BoxRefinementHead
 from e2e_vl.tasks.phrase_head import PhraseHead
 
 
@@ -48,6 +50,7 @@ class VisionLanguageModel(nn.Module):
         encoder: with `uses_whole_image` region 0 is the whole image; with `whole_image_is_region` tasks see it too.
         teacher: labels the masked regions and is not trained; None: the detector itself labels them.
         phrase_head: grounds the phrases of texts, in addition to the task.
+        box_refinement: moves the regions onto the objects that texts name.
         freeze_detector: keep the initial weights and batch statistics of the detector.
     """
 
@@ -59,6 +62,7 @@ class VisionLanguageModel(nn.Module):
         *,
         teacher: Detector | None = None,
         phrase_head: PhraseHead | None = None,
+        box_refinement: BoxRefinementHead | None = None,
         freeze_detector: bool = False,
     ):
         super().__init__()
@@ -67,6 +71,7 @@ class VisionLanguageModel(nn.Module):
         self.task = task
         self.teacher = None if teacher is None else teacher.requires_grad_(False).eval()
         self.phrase_head = phrase_head
+        self.box_refinement = box_refinement
         self.freeze_detector = freeze_detector
         if freeze_detector:
             detector.requires_grad_(False)
@@ -90,8 +95,8 @@ class VisionLanguageModel(nn.Module):
         """Run the model once over N images and the M texts about them.
 
         Returns the task's losses and logits, the regions per image (with detection losses if the batch has detection
-        targets) and per text, the encoder's output (with attention maps if `output_attentions`), and the output of the
-        phrase head if the batch has phrases.
+        targets) and per text, the encoder's output (with attention maps if `output_attentions`), the output of the
+        phrase head if the batch has phrases, and the refined boxes if there is box refinement.
         """
         if batch.image_index.shape[1] > 1:
             self.encoder.require(Ability.IMAGE_PAIRS, "A text about several images")
@@ -101,7 +106,8 @@ class VisionLanguageModel(nn.Module):
         regions, text_regions, encoded = self.encode(batch, output_attentions, intermediate_layers)
         task = self.task(batch, text_regions, encoded)
         phrases = self.phrase_head(batch, text_regions, encoded.intermediate) if grounds_phrases else None
-        return ModelOutput(task, regions, text_regions, encoded, batch, self.detector.class_names, phrases)
+        refinement = None if self.box_refinement is None else self.box_refinement(batch, text_regions, encoded)
+        return ModelOutput(task, regions, text_regions, encoded, batch, self.detector.class_names, phrases, refinement)
 
     def encode(
         self, batch: Batch, output_attentions: bool = False, intermediate_layers: Collection[int] = ()

@@ -58,6 +58,10 @@ class PhraseBatch(Movable):
             is_complete=torch.tensor([text.is_complete for text in texts]),
         )
 
+    def named_boxes(self) -> Ragged:
+        """Return the boxes [boxes, 4] of all phrases, a list per text."""
+        return self.boxes.regroup(self.spans)
+
     def is_punctuation(self) -> Bool[Tensor, "M L"]:
         """Return which wordpieces consist of punctuation only."""
         flags: list[bool] = []

@@ -23,6 +23,14 @@ ONLY_PHRASES = "only_phrases"  # key of the record of a text that has phrases an
 CLEARLY_NAMED = 0.5  # least score of a phrase that names one region clearly
 
 
+class Overlaps(msgspec.Struct, frozen=True):
+    """IoUs with the true box; of several true boxes, the highest counts."""
+
+    refined: float  # of the refined box
+    proposal: float  # of the proposal that was chosen
+    best_proposal: float  # of the best candidate
+
+
 class GroundedPhrase(msgspec.Struct, frozen=True, omit_defaults=True):
     """What one phrase of a text names, for a run with `phrases.weight`."""
 
@@ -31,6 +39,8 @@ class GroundedPhrase(msgspec.Struct, frozen=True, omit_defaults=True):
     box: Box | None  # in the first image; None: there is no region
     score: Score  # share of its attention on that box: low where several objects fit
     correct: bool | None = None  # None: its boxes are unknown
+    proposal: Box | None = None  # the region of a refined box; None: boxes are not refined
+    overlaps: Overlaps | None = None  # None: boxes are not refined, or its boxes are unknown
 
     @property
     def is_clear(self) -> bool:

@@ -266,6 +266,14 @@ class PhraseOutput:
 
 
 @dataclasses.dataclass
+class RefinementOutput:
+    """The regions of M texts, moved onto the objects that the texts name."""
+
+    boxes: Float[Tensor, "M R 4"]  # whole images and padding are as in `TextRegions.boxes`
+    losses: dict[str, Loss]
+
+
+@dataclasses.dataclass
 class ModelOutput(Movable):
     """The output of one forward pass."""
 
@@ -276,6 +284,14 @@ class ModelOutput(Movable):
     batch: Batch  # with masked regions and their labels
     class_names: tuple[str, ...] | None = None  # of the detector's classes; None: unknown
     phrases: PhraseOutput | None = None  # None: not needed
+    refinement: RefinementOutput | None = None  # None: boxes are not refined
+
+    @property
+    def refined_regions(self) -> TextRegions:
+        """The regions of each text with the boxes that predictions name; without refinement, `text_regions`."""
+        if self.refinement is None:
+            return self.text_regions
+        return dataclasses.replace(self.text_regions, boxes=self.refinement.boxes)
 
     def on_cpu(self) -> ModelOutput:
         """Return a copy with what predictions are made from on the CPU; pixels, features and hidden states stay.
@@ -300,15 +316,17 @@ class ModelOutput(Movable):
 
     @property
     def losses(self) -> dict[str, Loss]:
-        """All losses by name, unweighted: those of the task, of phrases and of the detector."""
+        """All losses by name, unweighted: those of the task, of phrases, of box refinement and of the detector."""
         return {**self.task_losses, **self.regions.losses}
 
     @property
     def task_losses(self) -> dict[str, Loss]:
-        """The losses of the task and of phrases by name, unweighted."""
+        """The losses of the task, of phrases and of box refinement by name, unweighted."""
         losses = dict(self.task.losses)
         if self.phrases is not None:
             losses |= self.phrases.losses
+        if self.refinement is not None:
+            losses |= self.refinement.losses
         return losses
 
 

@@ -34,6 +34,11 @@ class Ragged(Movable):
         lists = torch.arange(len(self.counts), device=self.counts.device)
         return torch.repeat_interleave(lists, self.counts, output_size=len(self.values))
 
+    def regroup(self, lists: Ragged) -> Ragged:
+        """Return the same values with a list per list of `lists`, each of whose entries owns a list of these."""
+        counts = torch.zeros_like(lists.counts).index_add(0, lists.owner, self.counts)
+        return Ragged(self.values, counts)
+
 
 @dataclasses.dataclass
 class Targets(Movable):
@@ -58,6 +63,10 @@ class Targets(Movable):
     def with_target(self, values: Shaped[Tensor, "M ..."]) -> Shaped[Tensor, "some ..."]:
         """Select the values of the texts that have a target."""
         return values if self.has_target is None else values[self.has_target]
+
+    def named_boxes(self) -> Ragged | None:
+        """Return the boxes [boxes, 4] that the texts of a batch name, a list per text; None: unknown, by default."""
+        return None
 
     def truncate(self, index: Int64[Tensor, "M L"], attention_mask: Bool[Tensor, "M L"]) -> Targets:
         """Return a copy for truncated texts; `index` holds the old position of each kept wordpiece."""

@@ -20,7 +20,7 @@ from detector.structures import Loss
 from e2e_vl.config import RunConfig
 from e2e_vl.encoders.base import Encoder
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.run.evaluate import phrase_weights
+from e2e_vl.run.evaluate import task_loss_weights
 from e2e_vl.run.optim import build_optimizer
 from e2e_vl.structures import Batch
 
@@ -34,6 +34,7 @@ EMBEDDINGS = "embeddings"
 OTHER = "encoder, other"
 HEAD = "head"
 PHRASES = "phrase head"
+REFINEMENT = "box refinement"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +82,8 @@ def list_stages(model: VisionLanguageModel) -> Stages:
     stages[HEAD] = list(model.task.parameters())
     if model.phrase_head is not None:
         stages[PHRASES] = list(model.phrase_head.parameters())
+    if model.box_refinement is not None:
+        stages[REFINEMENT] = list(model.box_refinement.parameters())
     return {stage: parameters for stage, parameters in stages.items() if parameters}
 
 
@@ -145,7 +148,7 @@ def measure_gradients(
     torch.manual_seed(config.seed)  # of dropout and of the RoIs that are sampled
     for batch in tqdm(batches, desc=f"{name}: gradients", unit="batch", leave=False, delay=1):
         output = model(batch.to(device))
-        task_loss = weigh_losses(output.task_losses, phrase_weights(config))
+        task_loss = weigh_losses(output.task_losses, task_loss_weights(config))
         weights = {}
         for loss_name in output.regions.losses:
             weights[loss_name] = config.detector.loss_weight * config.detector.loss_weights.get(loss_name, 1.0)

@@ -459,6 +459,7 @@ class TrainedModel(
         if question.boxes is not None and question.boxes.names is not None and question.boxes_to_mask is None:
             given_names = [question.boxes.names[row] for row in regions.row[text, is_candidate].tolist()]
         boxes = regions.original_boxes(batch.images.scales)[text, is_candidate].numpy()
+        refined_boxes = output.refined_regions.original_boxes(batch.images.scales)[text, is_candidate].numpy()
         attention = None
         if output.encoded.attentions is not None and not task.predicts_box:
             position = _answer_position(output, text)
@@ -486,7 +487,8 @@ class TrainedModel(
             box = np.array(prediction.box, dtype=np.float32)
             top_boxes = [prediction.box]
         if task.predicts_box and top_k is not None:
-            candidates = zip(prediction.candidate_boxes, prediction.candidate_scores, strict=True)
+            answer_boxes = prediction.refined_boxes or prediction.candidate_boxes
+            candidates = zip(answer_boxes, prediction.candidate_scores, strict=True)
             best_answers = []
             top_boxes = []
             for corners, score in sorted(candidates, key=lambda candidate: -candidate[1])[:top_k]:
@@ -508,7 +510,7 @@ class TrainedModel(
             box_names=prediction.box_names or given_names or names,
             attention=attention,
             unknown_words=unknown,
-            warnings=(*doubts, *self._contradictions(prediction, boxes, names)),
+            warnings=(*doubts, *self._contradictions(prediction, refined_boxes, names)),
             answer_boxes=labelled_boxes,
             prediction=prediction,
             images=question.images,
@@ -540,7 +542,7 @@ class TrainedModel(
         An answer is not called unsure for that: most of them are right on synthetic scenes.
 
         Args:
-            boxes: [R, 4], the candidates.
+            boxes: [R, 4], the candidates, refined where boxes are.
             names: their R classes.
         """
         first = next(iter(prediction.grounded), None)

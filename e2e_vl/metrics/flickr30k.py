@@ -18,7 +18,8 @@ import numpy as np
 
 from e2e_vl.io import Count, Id, Score
 from e2e_vl.metrics.refcoco import box_iou
-from e2e_vl.predictions import Box, Prediction, write_list
+from e2e_vl.metrics.refinement import refinement_metrics
+from e2e_vl.predictions import Box, Overlaps, Prediction, write_list
 
 MIN_IOU = 0.5
 RECALLS = (1, 5, 10)  # k of "R@k"
@@ -35,6 +36,9 @@ class Flickr30KPrediction(Prediction, kw_only=True):
     phrase_ids: tuple[str, ...] | None = None
     phrase_types: tuple[tuple[str, ...], ...] | None = None
     gt_boxes: tuple[tuple[Box, ...], ...] | None = None
+    # of a model that refines boxes, otherwise None: the regions of the boxes, and IoUs with the true boxes if known
+    proposals: tuple[Box | None, ...] | None = None
+    overlaps: tuple[Overlaps, ...] | None = None
     image_id: Id | None = None
     sentence: Count | None = None  # line in the image's sentence file
 
@@ -82,14 +86,18 @@ def phrase_metrics(predictions: Sequence[Flickr30KPrediction]) -> dict[str, floa
     """Return the recalls over all phrases that have boxes.
 
     They are "count" (sentences); and if there are phrases with boxes, "accuracy" (R@1), "recall_5", "recall_10",
-    "ceiling" (the upper bound) and "accuracy_by_type/<type>". A phrase with several types counts for each.
+    "ceiling" (the upper bound) and "accuracy_by_type/<type>". A phrase with several types counts for each. Where boxes
+    are refined, these are of refined boxes, but for the ceiling, and the metrics of `e2e_vl/metrics/refinement.py` are
+    there too.
     """
     metrics = {"count": float(len(predictions))}
     ranks: list[int | None] = []
+    overlaps: list[Overlaps] = []
     by_type: dict[str, list[int | None]] = defaultdict(list)
     for prediction in predictions:
         if prediction.ranks is None:
             continue
+        overlaps += prediction.overlaps or ()
         for rank, types in zip(prediction.ranks, prediction.phrase_types, strict=True):
             ranks.append(rank)
             for kind in types:
@@ -99,6 +107,7 @@ def phrase_metrics(predictions: Sequence[Flickr30KPrediction]) -> dict[str, floa
     shares = recalls(ranks)
     metrics |= {"accuracy": shares["R@1"], "recall_5": shares["R@5"], "recall_10": shares["R@10"]}
     metrics["ceiling"] = shares["upper_bound"]
+    metrics |= refinement_metrics(overlaps)
     for kind, ranks_of_type in sorted(by_type.items()):
         metrics[f"accuracy_by_type/{kind}"] = recalls(ranks_of_type)["R@1"]
     return metrics

@@ -49,6 +49,9 @@ class ReferringPrediction(Prediction, kw_only=True):
     null_score: Score | None = None  # of the null candidate; None: there is none
     candidate_boxes: tuple[Box, ...]  # all candidate regions
     candidate_scores: tuple[Score, ...] = ()
+    # of a model that refines boxes: the candidates after refinement, one of which is `box`; otherwise empty
+    refined_boxes: tuple[Box, ...] = ()
+    proposal: Box | None = None  # the candidate that `box` was refined from; None: there is none
     # annotation ids of the *last* candidate boxes (a box of the whole image may come before them)
     candidate_ann_ids: tuple[Id, ...] | None = None
     detected_class: str | None = None  # the detector's class for the box; None: unknown
@@ -59,6 +62,11 @@ class ReferringPrediction(Prediction, kw_only=True):
     ref_id: Id | None = None
     sent_id: Id | None = None
     image_id: Id | None = None
+
+    @property
+    def chosen_candidate(self) -> Box | None:
+        """The chosen candidate, before refinement."""
+        return self.box if self.proposal is None else self.proposal
 
     @property
     def targets(self) -> tuple[Box, ...] | None:
@@ -276,7 +284,7 @@ def _same_annotation(prediction: ReferringPrediction) -> tuple[bool, bool]:
     reachable = prediction.ann_id in ann_ids
     if prediction.box is None:
         return False, reachable
-    chosen = np.abs(candidates - np.asarray(prediction.box, dtype=np.float64)).max(axis=1) < 1e-6
+    chosen = np.abs(candidates - np.asarray(prediction.chosen_candidate, dtype=np.float64)).max(axis=1) < 1e-6
     if len(ann_ids) > len(candidates) or not chosen.any():
         raise UserError(
             f"The candidate boxes of text {prediction.text_index} are not annotations, so the convention "

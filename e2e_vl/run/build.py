@@ -36,10 +36,19 @@ from e2e_vl.registry import DATASETS, DETECTORS, ENCODERS, TASKS, Config
 from e2e_vl.structures import Ability, Batch
 from e2e_vl.synthetic.generate import OtherFilesError, is_unfinished, make_scenes
 from e2e_vl.tasks.base import Sizes, Task
+from e2e_vl.tasks.box_refinement import BoxRefinementHead
 from e2e_vl.tasks.phrase_head import PhraseHead
 from e2e_vl.text import TextTokenizer, build_vocabulary, load_tokenizer
 from e2e_vl.weights.base import WeightAdapter
-from e2e_vl.weights.loading import InitRules, check_vocabulary, find_weights, load_encoder, load_phrase_head, load_task
+from e2e_vl.weights.loading import (
+    InitRules,
+    check_vocabulary,
+    find_weights,
+    load_box_refinement,
+    load_encoder,
+    load_phrase_head,
+    load_task,
+)
 from e2e_vl.weights.lxmert import LxmertFromBert, OfficialLxmert, TransformersLxmert
 from e2e_vl.weights.visual_bert import OfficialVisualBert, TransformersVisualBert, VisualBertFromBert
 from e2e_vl.weights.vl_bert import OfficialVLBert, VLBertFromBert
@@ -205,6 +214,19 @@ def build_model(
         if config.phrases.weights is not None:
             report = load_phrase_head(phrase_head, config.phrases.weights)
             on_init(InitialWeights("phrases", config.phrases.weights, report))
+    box_refinement = None
+    if config.box_refinement.weight:
+        if not task.names_boxes and phrase_head is None:
+            raise UserError(
+                f"box_refinement.weight is {config.box_refinement.weight}, but the texts of {config.task.name} name no "
+                "boxes to learn from; set phrases.weight too, or set box_refinement.weight to 0."
+            )
+        box_refinement = BoxRefinementHead(
+            encoder.hidden_size, config.box_refinement.loss, config.box_refinement.min_iou
+        )
+        if config.box_refinement.weights is not None:
+            report = load_box_refinement(box_refinement, config.box_refinement.weights)
+            on_init(InitialWeights("box_refinement", config.box_refinement.weights, report))
     if config.detector.loss_weight == 0:
         detector.freeze_predictions()
     needs_teacher = task.region_masking is not None and task.region_masking.needs_frozen_teacher
@@ -214,6 +236,7 @@ def build_model(
         task,
         teacher=copy.deepcopy(detector) if needs_teacher else None,
         phrase_head=phrase_head,
+        box_refinement=box_refinement,
         freeze_detector=config.detector.freeze,
     )
 
@@ -232,6 +255,7 @@ def build_model_without_weights(config: RunConfig, vocab_size: int) -> VisionLan
         encoder=replace(config.encoder, weights=None, fallback_weights=None),
         task=replace(config.task, weights=None, fallback_weights=None),
         phrases=replace(config.phrases, weights=None),
+        box_refinement=replace(config.box_refinement, weights=None),
     )
     with torch.device("meta"):
         return build_model(bare, vocab_size=vocab_size)
@@ -365,6 +389,7 @@ def make_synthetic_data(config: RunConfig) -> None:
             language=synthetic.config.language,
             detections=synthetic.config.detections,
             rendering=synthetic.config.rendering,
+            detections=synthetic.config.detections,
             formats=synthetic.formats,
             workers=workers,
         )

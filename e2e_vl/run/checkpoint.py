@@ -58,6 +58,7 @@ START_SETTINGS = (  # settings that a trained model does not use
     "task.weights",
     "task.fallback_weights",
     "phrases.weights",
+    "box_refinement.weights",
 )
 
 
@@ -123,7 +124,8 @@ def load_model(
         if word.partition("=")[0] in START_SETTINGS:
             raise UserError(f"{word}: a trained model includes its detector and weights; leave this setting out.")
     # phrases.weights without phrases.weight is an error, and an override may set the latter to 0
-    config = _use_saved_files(folder, [*(overrides or []), "phrases.weights=null"])
+    without_starts = ["phrases.weights=null", "box_refinement.weights=null"]
+    config = _use_saved_files(folder, [*(overrides or []), *without_starts])
     config = replace(
         config,
         encoder=replace(config.encoder, weights=None, fallback_weights=None),
@@ -176,6 +178,8 @@ def _saved_modules(model: VisionLanguageModel) -> dict[str, nn.Module]:
         modules["teacher"] = model.teacher
     if model.phrase_head is not None:
         modules["phrases"] = model.phrase_head
+    if model.box_refinement is not None:
+        modules["box_refinement"] = model.box_refinement
     return modules
 
 
@@ -366,4 +370,5 @@ def _architecture(config: RunConfig) -> dict[str, Any]:
         "encoder": {"name": config.encoder.name, **msgspec.to_builtins(config.encoder.config)},
         "task": {"name": config.task.name, **msgspec.to_builtins(config.task.config)},
         "phrases": phrases,
+        "box_refinement": config.box_refinement.weight > 0,
     }

@@ -30,6 +30,7 @@ from e2e_vl.run.checkpoint import load_model, load_saved_config
 from e2e_vl.run.launch import gather_to_main, make_accelerator, on_main
 from e2e_vl.run.metric_names import LOSS, SURE_THRESHOLD, MetricName, Metrics, metrics_to_json, name_metrics
 from e2e_vl.tasks.base import Task
+from e2e_vl.tasks.box_refinement import REFINEMENT
 from e2e_vl.tasks.phrase_head import SHORT_PATH, TAGS, add_grounded_phrases, grounding_metrics
 from e2e_vl.terminal import lasting_output
 
@@ -38,8 +39,13 @@ logger = logging.getLogger(__name__)
 EVALUATIONS = "evaluations"  # folder in a run directory for the output of `evaluate_run`
 
 
+def task_loss_weights(config: RunConfig) -> dict[str, float]:
+    """Return the weights of the losses of phrases and box refinement, by name; all others of a task have weight 1."""
+    return {**phrase_weights(config), REFINEMENT: config.box_refinement.weight}
+
+
 def phrase_weights(config: RunConfig) -> dict[str, float]:
-    """Return the weights of the phrase losses, by name; all other losses of a task have weight 1."""
+    """Return the weights of the phrase losses, by name."""
     phrases = config.phrases
     return {
         "phrases": phrases.weight,
@@ -72,7 +78,7 @@ class LossSums:
         means = self.means()
         if not means:
             return {}
-        weights = phrase_weights(config)
+        weights = task_loss_weights(config)
         return {LOSS: sum(weights.get(name, 1.0) * mean for name, mean in sorted(means.items()))}
 
 

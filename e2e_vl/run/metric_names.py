@@ -58,9 +58,14 @@ class MetricName:
         return self.metric == LOSS
 
     @property
+    def is_ceiling(self) -> bool:
+        """Whether it is the best that candidate boxes allow, such as `ceiling_75` and `phrase_ceiling`."""
+        return CEILING in self.metric.split("_")
+
+    @property
     def measures_model(self) -> bool:
         """Whether it says how good the answers are: no count, shortcut or threshold, and no upper bound."""
-        return self.metric not in (*_NO_RESULTS, CEILING)
+        return self.metric not in _NO_RESULTS and not self.is_ceiling
 
     @property
     def is_constant(self) -> bool:
@@ -68,7 +73,7 @@ class MetricName:
 
         It is a count, a shortcut, the upper bound for given boxes, or the threshold of sure answers.
         """
-        is_fixed_ceiling = self.metric == CEILING and self.source is not BoxSource.ONLINE
+        is_fixed_ceiling = self.is_ceiling and self.source is not BoxSource.ONLINE
         return is_fixed_ceiling or self.metric in _NO_RESULTS
 
 

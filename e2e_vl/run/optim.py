@@ -156,10 +156,11 @@ def build_optimizer(model: VisionLanguageModel, settings: TrainConfig) -> torch.
     AdamW is torch's fused one: it takes a third of the time on a CPU, and few launches on a GPU. In fp16 it is not: it
     would skip an update on the GPU if gradients overflowed, unseen by the host, which counts updates.
     """
+    heads = [module for name, module in model.named_children() if name not in ("detector", "encoder", "teacher")]
     modules = {  # name -> module, its own learning rate
         "detector": (model.detector, settings.detector_lr),
         "encoder": (model.encoder, None),
-        "head": (nn.ModuleList(filter(None, (model.task, model.phrase_head))), settings.head_lr),
+        "head": (nn.ModuleList(heads), settings.head_lr),
     }
     groups = []
     for name, (module, lr) in modules.items():

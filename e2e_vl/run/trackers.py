@@ -122,6 +122,8 @@ def describe_run(config: RunConfig, run: Run, accelerator: Accelerator, step: in
     modules = {"detector": run.model.detector, "encoder": run.model.encoder, "head": run.model.task}
     if run.model.phrase_head is not None:
         modules["phrases"] = run.model.phrase_head
+    if run.model.box_refinement is not None:
+        modules["box_refinement"] = run.model.box_refinement
     for name, module in modules.items():
         part_name = "task" if name == "head" else name
         loaded = [weights for weights in run.initial_weights if weights.part == part_name]

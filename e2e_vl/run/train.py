@@ -42,7 +42,7 @@ from e2e_vl.run.build import Run, build_run, resolve_config
 from e2e_vl.run.casting import cast_layer_weights
 from e2e_vl.run.compilation import compile_blocks, explain_too_many_graphs
 from e2e_vl.run.ema import WeightAverage
-from e2e_vl.run.evaluate import Evaluator, InterruptedEvaluationError, phrase_weights
+from e2e_vl.run.evaluate import Evaluator, InterruptedEvaluationError, task_loss_weights
 from e2e_vl.run.guards import FiniteCheck, StopSignals, check_images, run_lock, warn_of_shared_images
 from e2e_vl.run.launch import make_accelerator, on_main
 from e2e_vl.run.metric_names import MetricName, Metrics, choose_metric, metrics_to_json
@@ -197,7 +197,7 @@ class Trainer:
             isinstance(module, _BatchNorm) for module in run.model.modules()
         )
         self.model, self.optimizer = accelerator.prepare(LossesOnly(run.model), optimizer)
-        self.task_weights = phrase_weights(config)  # other losses of the task have weight 1
+        self.task_weights = task_loss_weights(config)  # other losses of the task have weight 1
         self.check_finite = FiniteCheck(scaled=accelerator.scaler is not None)
         # maximum number of images per split in an evaluation during training; None: all, as in the final one
         limit = config.eval.max_images

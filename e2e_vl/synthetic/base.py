@@ -34,6 +34,7 @@ CATEGORY_NAMES = {entry["id"]: entry["name"] for entry in CATEGORIES}
 CATEGORY_IDS = {name: category_id for category_id, name in CATEGORY_NAMES.items()}
 _ATTRIBUTE_IDS = {entry["name"]: entry["id"] for entry in ATTRIBUTES}
 _ATTEMPTS = 50
+_BISECTIONS = 20
 _MIN_IOU = 0.6  # of a detection with its object
 _MAX_FALSE_IOU = 0.4  # of a false alarm with any object
 
@@ -206,7 +207,10 @@ def draw_detections(scene: Scene, config: ImitatedDetectorConfig, rng: np.random
         detected = np.arange(1)
     detections = []
     for i in detected:
-        box = _jitter_box(object_boxes[i], size, rng)
+        if config.iou is None:
+            box = _jitter_box(object_boxes[i], size, rng)
+        else:
+            box = _move_box(object_boxes[i], size, config.iou, rng)
         category = CATEGORY_IDS[scene.objects[i].appearance.shape]
         if rng.random() < config.wrong_category:
             category = CATEGORIES[rng.integers(len(CATEGORIES))]["id"]
@@ -236,6 +240,31 @@ def _jitter_box(box: np.ndarray, size: tuple[int, int], rng: np.random.Generator
         if box_iou(moved, box) >= _MIN_IOU:
             return moved
     return box
+
+
+def _move_box(
+    box: np.ndarray, size: tuple[int, int], iou_range: tuple[float, float], rng: np.random.Generator
+) -> np.ndarray:
+    """Move the edges of a box in random directions until its IoU with the original is in a range, drawn uniformly."""
+    sides = np.tile(box[2:] - box[:2], 2)
+    limits = np.tile(size, 2)
+    lowest, highest = iou_range
+    while True:
+        target = rng.uniform(lowest, highest)
+        direction = rng.normal(size=4) * sides
+        nearest = 0.0
+        farthest = 1.0
+        for _ in range(_BISECTIONS):
+            step = (nearest + farthest) / 2
+            moved = np.clip(box + step * direction, 0, limits)
+            is_box = (moved[2:] > moved[:2]).all()
+            if is_box and box_iou(moved, box) >= target:
+                nearest = step
+            else:
+                farthest = step
+        moved = np.clip(box + nearest * direction, 0, limits)
+        if lowest <= box_iou(moved, box) <= highest:
+            return moved
 
 
 def _draw_false_alarm(object_boxes: np.ndarray, size: tuple[int, int], rng: np.random.Generator) -> np.ndarray | None:

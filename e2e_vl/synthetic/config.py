@@ -98,6 +98,12 @@ class ImitatedDetectorConfig(Config, frozen=True):
     missed: Fraction = 0.04  # share of objects without a detection
     wrong_category: Fraction = 0.05  # share of detections with another category
     false_alarms: NonNegativeInt = 3  # maximum number of boxes per image without an object
+    # range of the IoU of a detection with its object; None = at least 0.6, and mostly much more
+    iou: tuple[Fraction, Fraction] | None = None
+
+    def __post_init__(self) -> None:
+        if self.iou is not None and not 0 < self.iou[0] < self.iou[1]:
+            raise UserError(f"iou is {self.iou}; it must rise, from above 0")
 
 
 class GeneratorConfig(Config, frozen=True):

@@ -153,6 +153,8 @@ def make_scenes(
     settings = msgspec.json.decode(msgspec.json.encode(recipe))
     if recipe.rendering == RenderingConfig():  # folders of earlier versions, which had no such settings, are the same
         del settings["rendering"]
+    if recipe.detections.iou is None:
+        del settings["detections"]["iou"]
     start = {"version": VERSION, "settings": settings}
     output.parent.mkdir(parents=True, exist_ok=True)
     # concurrent runs draw the data once; a worker that runs its parent's script again, because the script has no

@@ -240,6 +240,7 @@ class Task(nn.Module, abc.ABC):
     """Computes losses, predictions and metrics from a batch and an encoder's output; `build` creates a task."""
 
     predicts_box: ClassVar[bool] = False  # predictions have a `box` with a `score`, chosen from the candidates
+    names_boxes: ClassVar[bool] = False  # its targets know the boxes that a text names, see `Targets.named_boxes`
     submission: ClassVar[Submission | None] = None  # its submission file; None: there is no such format
     predicts_classes: ClassVar[bool] = False  # its metrics compare the detector's classes with the data set's
     answers_questions: ClassVar[bool] = True  # answers users' questions about an image

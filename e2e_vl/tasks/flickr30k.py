@@ -28,6 +28,7 @@ from e2e_vl.metrics.flickr30k import (
     phrase_metrics,
     write_submission,
 )
+from e2e_vl.metrics.refinement import overlaps_of
 from e2e_vl.predictions import Box, box_text
 from e2e_vl.preprocessing import EncodedText, GeneratorFactory, Preprocessor, find_wordpieces
 from e2e_vl.samples import EntityPhrases, Question, Sample, SampleText
@@ -52,6 +53,10 @@ class Flickr30KTargets(Targets):
     spans: Ragged | Int64[np.ndarray, "n 2"] | None = ragged()  # first wordpiece, last + 1; ragged by text
     # float32 [boxes, 4] of each phrase, xyxy in pixels of the resized image; ragged by phrase in a batch
     boxes: Ragged | list[Float[np.ndarray, "_ 4"]] | None = nested(4)
+
+    @override
+    def named_boxes(self) -> Ragged | None:
+        return None if self.boxes is None else self.boxes.regroup(self.spans)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +120,7 @@ class Flickr30KTask(Task):
     """Attention of each phrase over the regions; the region with the highest attention is the answer."""
 
     prediction_class = Flickr30KPrediction
+    names_boxes = True
     metrics = staticmethod(phrase_metrics)
     submission = Submission(write_submission)
     example_call = '"photo.jpg", "[a man] in [a red shirt]"'
@@ -170,11 +176,16 @@ class Flickr30KTask(Task):
 
     @override
     def predict(self, output: ModelOutput) -> list[Flickr30KPrediction]:
-        """Choose the region with the highest attention for each phrase, and rank the best right region if known."""
+        """Choose the region with the highest attention for each phrase, and rank the best right region if known.
+
+        Boxes are refined if the model refines them, also those that are ranked.
+        """
         batch = output.batch
         text_regions = output.text_regions
         spans = batch.targets.spans
-        boxes = text_regions.original_boxes(batch.images.scales).detach().cpu().double().numpy()
+        scales = batch.images.scales
+        proposals = text_regions.original_boxes(scales).detach().cpu().double().numpy()
+        boxes = output.refined_regions.original_boxes(scales).detach().cpu().double().numpy()
         attention = output.task.logits.detach().cpu().double().exp().numpy()  # small values would be 0 in float32
         is_candidate = (output.task.logits > -torch.inf).cpu().numpy()
         predictions = []
@@ -183,23 +194,36 @@ class Flickr30KTask(Task):
             best_boxes = []
             best_scores = []
             ranks = []
+            best_proposals = []
+            overlaps = []
             for number in range(count):
                 candidate_boxes = boxes[text, is_candidate[phrase]]
+                candidate_proposals = proposals[text, is_candidate[phrase]]
                 scores = attention[phrase, is_candidate[phrase]]
                 if len(candidate_boxes):
                     best = int(np.argsort(-scores, kind="stable")[0])
                     best_boxes.append(candidate_boxes[best].tolist())
+                    best_proposals.append(candidate_proposals[best].tolist())
                     best_scores.append(float(scores[best]))
                 else:
                     best_boxes.append(None)
+                    best_proposals.append(None)
                     best_scores.append(0.0)
                 if "gt_boxes" in record:
                     is_correct = correct_candidates(candidate_boxes, record["gt_boxes"][number])
                     ranks.append(first_hit(scores, is_correct))
+                    if output.refinement is not None:
+                        gt_boxes = record["gt_boxes"][number]
+                        overlaps.append(overlaps_of(best_boxes[-1], best_proposals[-1], candidate_proposals, gt_boxes))
                 phrase += 1
             if "gt_boxes" not in record:
                 ranks = None
-            predictions.append(self.prediction(record, boxes=best_boxes, scores=best_scores, ranks=ranks))
+                overlaps = None
+            refinement = {}
+            if output.refinement is not None:
+                refinement = {"proposals": best_proposals, "overlaps": overlaps}
+            answers = {"boxes": best_boxes, "scores": best_scores, "ranks": ranks, **refinement}
+            predictions.append(self.prediction(record, **answers))
         return predictions
 
     @override

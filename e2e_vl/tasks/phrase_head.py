@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from detector.boxes import area
 from detector.structures import Loss, Movable
+from e2e_vl.metrics.refinement import overlaps_of, refinement_metrics
 from e2e_vl.phrases import PhraseBatch, find_characters
-from e2e_vl.predictions import GroundedPhrase, Prediction
+from e2e_vl.predictions import Box, GroundedPhrase, Overlaps, Prediction
 from e2e_vl.structures import Batch, IntermediateStates, ModelOutput, PhraseOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Ragged
 from e2e_vl.tasks.base import init_head
@@ -312,7 +313,7 @@ def add_grounded_phrases(output: ModelOutput) -> ModelOutput:
     """
     if output.phrases is None:
         return output
-    phrases_by_text = grounded_phrases(output.phrases, output.batch, output.text_regions)
+    phrases_by_text = grounded_phrases(output)
     records = []
     for record, phrases in zip(output.batch.records, phrases_by_text, strict=True):
         records.append(record | {"grounded": phrases} if record else record)
@@ -320,37 +321,75 @@ def add_grounded_phrases(output: ModelOutput) -> ModelOutput:
 
 
 def grounding_metrics(predictions: Iterable[Prediction]) -> dict[str, float]:
-    """Return `phrase_accuracy`, the share of right phrases among those with annotated boxes; empty without such."""
+    """Return how well the phrases with annotated boxes are grounded; empty without such.
+
+    It is `phrase_accuracy`, the share of right ones, and with refined boxes the metrics of
+    `e2e_vl/metrics/refinement.py` with `phrase_` before their names.
+    """
     is_correct: list[bool] = []
+    overlaps: list[Overlaps] = []
     for prediction in predictions:
-        is_correct += [phrase.correct for phrase in prediction.grounded if phrase.correct is not None]
+        for phrase in prediction.grounded:
+            if phrase.correct is not None:
+                is_correct.append(phrase.correct)
+            if phrase.overlaps is not None:
+                overlaps.append(phrase.overlaps)
     if not is_correct:
         return {}
-    return {"phrase_accuracy": sum(is_correct) / len(is_correct)}
+    metrics = {f"phrase_{name}": value for name, value in refinement_metrics(overlaps).items()}
+    return metrics | {"phrase_accuracy": sum(is_correct) / len(is_correct)}
 
 
-def grounded_phrases(output: PhraseOutput, batch: Batch, text_regions: TextRegions) -> list[list[GroundedPhrase]]:
+def grounded_phrases(output: ModelOutput) -> list[list[GroundedPhrase]]:
     """Return the phrases of each text, with boxes rounded to two decimals and scores to four."""
-    boxes = text_regions.original_boxes(batch.images.scales)
-    phrases = batch.phrases
-    phrases_by_text: list[list[GroundedPhrase]] = [[] for _ in range(len(batch))]
-    # `is_correct` has only the annotated phrases
-    annotated = zip(output.is_correct, phrases.boxes.counts.tolist(), strict=True)
-    spans = zip(output.spans.owner.tolist(), output.spans.values.tolist(), strict=True)
+    phrases = output.batch.phrases
+    grounding = output.phrases
+    proposals = output.text_regions.original_boxes(output.batch.images.scales)
+    boxes = output.refined_regions.original_boxes(output.batch.images.scales)
+    phrases_by_text: list[list[GroundedPhrase]] = [[] for _ in range(len(output.batch))]
+    # of the annotated phrases only
+    annotated = zip(grounding.is_correct, phrases.boxes.split(), strict=True)
+    spans = zip(grounding.spans.owner.tolist(), grounding.spans.values.tolist(), strict=True)
     for number, (text, span) in enumerate(spans):
         first, end = find_characters(phrases.offsets[text], tuple(span))
-        log_attention = output.log_attention[number].detach()
+        log_attention = grounding.log_attention[number].detach()
         best = int(log_attention.argmax())
         box = None
+        proposal = None
         score = 0.0
         if log_attention[best] > -torch.inf:
-            box = tuple(round(coordinate, 2) for coordinate in boxes[text, best].tolist())
+            box = _rounded(boxes[text, best])
             score = round(float(log_attention[best].exp()), 4)
+            if output.refinement is not None:
+                proposal = _rounded(proposals[text, best])
         correct = None
+        overlaps = None
         if phrases.spans.counts[text] > 0:
-            is_correct, num_boxes = next(annotated)
-            if num_boxes:
+            is_correct, true_boxes = next(annotated)
+            if len(true_boxes):
                 correct = bool(is_correct[best])
-        phrase = GroundedPhrase(phrases.words[text][first:end], (first, end), box, score, correct)
+                if output.refinement is not None:
+                    candidates = log_attention > -torch.inf
+                    overlaps = _overlaps(output, text, best, candidates, true_boxes)
+                    correct = overlaps.refined >= MIN_IOU
+        words = phrases.words[text][first:end]
+        phrase = GroundedPhrase(words, (first, end), box, score, correct, proposal, overlaps)
         phrases_by_text[text].append(phrase)
     return phrases_by_text
+
+
+def _rounded(box: Float[Tensor, " 4"]) -> Box:
+    return tuple(round(coordinate, 2) for coordinate in box.tolist())
+
+
+def _overlaps(
+    output: ModelOutput, text: int, best: int, candidates: Bool[Tensor, " R"], true_boxes: Float[Tensor, "n 4"]
+) -> Overlaps:
+    """Return the IoUs of a phrase whose region is `best`, with the best of its true boxes."""
+    proposals = output.text_regions.boxes[text, candidates].cpu().numpy()
+    refined = None
+    proposal = None
+    if candidates[best]:
+        refined = output.refined_regions.boxes[text, best].tolist()
+        proposal = output.text_regions.boxes[text, best].tolist()
+    return overlaps_of(refined, proposal, proposals, true_boxes.cpu().numpy())

@@ -23,6 +23,7 @@ from detector.errors import UserError
 from detector.structures import Loss
 from e2e_vl.drawing import BLUE, GREEN, PALETTE, RED, Colour, draw_boxes
 from e2e_vl.metrics.refcoco import ReferringPrediction, referring_metrics, write_submission
+from e2e_vl.metrics.refinement import referring_overlaps, refinement_metrics
 from e2e_vl.predictions import Box, Ranked, box_text
 from e2e_vl.preprocessing import EncodedText, GeneratorFactory, Preprocessor
 from e2e_vl.samples import Question, ReferredBoxes, Sample, SampleText
@@ -64,6 +65,10 @@ class ReferringTargets(Targets):
     """The boxes that each expression refers to, in pixels of the resized image (scaled, flipped and clamped)."""
 
     boxes: Float[np.ndarray, "K 4"] | Ragged | None = ragged()
+
+    @override
+    def named_boxes(self) -> Ragged | None:
+        return self.boxes
 
 
 class ReferringPreprocessor(Preprocessor):
@@ -109,6 +114,7 @@ class ReferringTask(Task):
     """
 
     predicts_box = True
+    names_boxes = True
     prediction_class = ReferringPrediction
     example_call = '"photo.jpg", "the small red circle"'
     hub_task = "referring-expression-comprehension"
@@ -197,7 +203,7 @@ class ReferringTask(Task):
 
     @override
     def predict(self, output: ModelOutput) -> list[ReferringPrediction]:
-        """Predict the candidate with the highest logit; no box if that is the null candidate.
+        """Predict the refined box of the candidate with the highest logit; no box if that is the null candidate.
 
         Its score is the sigmoid of the logit, or with the softmax loss, the softmax over the candidates.
         """
@@ -214,6 +220,7 @@ class ReferringTask(Task):
                     "boxes, keep at least one detection per image, or set the task's allow_no_regions."
                 )
         boxes = text_regions.original_boxes(batch.images.scales).cpu()
+        refined_boxes = output.refined_regions.original_boxes(batch.images.scales).cpu()
         probabilities = logits.sigmoid() if self.config.loss == "binary" else logits.softmax(dim=1)
         probabilities = probabilities.cpu()
         class_names = class_names_of(output)
@@ -225,9 +232,14 @@ class ReferringTask(Task):
             score = 0.0
             detected_class = None
             null_score = None
+            refinement = {}
+            if output.refinement is not None:
+                refinement["refined_boxes"] = refined_boxes[row, is_candidate].tolist()
             if has_box:
-                box = boxes[row, winner].tolist()
+                box = refined_boxes[row, winner].tolist()
                 detected_class = class_names[row][winner] or None
+                if output.refinement is not None:
+                    refinement["proposal"] = boxes[row, winner].tolist()
             if has_box or is_null:
                 score = float(probabilities[row, winner])
             if self.config.null_candidate:
@@ -241,6 +253,7 @@ class ReferringTask(Task):
                     detected_class=detected_class,
                     candidate_boxes=boxes[row, is_candidate].tolist(),
                     candidate_scores=probabilities[row, :num_regions][is_candidate].tolist(),
+                    **refinement,
                 )
             )
         return predictions
@@ -256,7 +269,10 @@ class ReferringTask(Task):
 
     @override
     def metrics(self, predictions: list[ReferringPrediction]) -> dict[str, float]:
-        return referring_metrics(predictions, self.config.iou_convention, self.config.f1_overlap)
+        convention = self.config.iou_convention
+        fit = "continuous" if convention == "same_annotation" else convention
+        refinement = refinement_metrics(referring_overlaps(predictions, fit), fit)
+        return refinement | referring_metrics(predictions, convention, self.config.f1_overlap)
 
     @override
     def certainty(self, prediction: ReferringPrediction) -> float:
@@ -268,7 +284,7 @@ class ReferringTask(Task):
         has_most = self.config.loss == "softmax" and prediction.score >= MAJORITY
         if prediction.box is None or not has_most or not prediction.candidate_scores:
             return prediction.score
-        overlaps = pairwise_iou(np.array([prediction.box]), np.array(prediction.candidate_boxes))[0]
+        overlaps = pairwise_iou(np.array([prediction.chosen_candidate]), np.array(prediction.candidate_boxes))[0]
         confirming_scores = np.array(prediction.candidate_scores)[overlaps >= SAME_PLACE]
         return min(float(confirming_scores.sum()), 1.0)
 

@@ -28,6 +28,7 @@ from detector.weight_names import strip_wrappers
 from e2e_vl.data.answer_lists import ANSWERS_FILE, read_answers
 from e2e_vl.registry import TASKS, decode
 from e2e_vl.tasks.base import HeadInit, Task
+from e2e_vl.tasks.box_refinement import BoxRefinementHead
 from e2e_vl.tasks.phrase_head import PhraseHead
 from e2e_vl.text import load_tokenizer, looks_like_hub_name, simplify_answer
 from e2e_vl.weights.base import WeightAdapter
@@ -180,6 +181,12 @@ def load_phrase_head(head: PhraseHead, path: str | Path) -> LoadReport:
             f"{file}: the head reads the states after {settings['layer']} layers, and phrases.layer is {head.layer}; "
             f"set phrases.layer={settings['layer']}."
         )
+    return load_weights(head, read_tensors(file), file, layout="this project")
+
+
+def load_box_refinement(head: BoxRefinementHead, path: str | Path) -> LoadReport:
+    """Initialise the box refinement from that of another run of any task; all parameters must match."""
+    file = find_weights(str(path), "box_refinement")
     return load_weights(head, read_tensors(file), file, layout="this project")
 
 
