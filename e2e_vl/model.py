@@ -5,7 +5,7 @@
        |          +--> detection losses                                      texts --> encoder --> task --> losses,
        |                                                                                |                   predictions
        |                                                        intermediate states --> phrase head --> losses, phrases
-       |                                                    states of regions --> box refinement --> losses, moved boxes
+       |                                       states and features of regions --> box refinement --> losses, moved boxes
        |
        +-- pre-training only: a pass of the teacher over the whole images labels the regions; then some regions are
            masked in the pixels, before the detector sees them, or only their features are replaced

@@ -222,7 +222,7 @@ def build_model(
                 "boxes to learn from; set phrases.weight too, or set box_refinement.weight to 0."
             )
         box_refinement = BoxRefinementHead(
-            encoder.hidden_size, config.box_refinement.loss, config.box_refinement.min_iou
+            encoder.hidden_size, detector.feature_dim, config.box_refinement.loss, config.box_refinement.min_iou
         )
         if config.box_refinement.weights is not None:
             report = load_box_refinement(box_refinement, config.box_refinement.weights)

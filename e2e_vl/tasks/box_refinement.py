@@ -1,7 +1,9 @@
 """Box refinement, in addition to any task: moves the regions onto the objects that texts name.
 
 The deltas are those of Detectron2's class-agnostic box head (parametrisation, weights and initialisation), computed
-from the last hidden state of each region. So the answer is no longer bounded by the proposals.
+from the last hidden state of each region and from its feature. (From the hidden state alone they are learned far later:
+it must first learn to pass on where the object lies in the region, see docs/refinement.md.) So the answer is no longer
+bounded by the proposals.
 
 Shape legend: see `e2e_vl/structures.py`; and here
     B   boxes that the texts of the batch name
@@ -25,19 +27,22 @@ REFINEMENT = "box_refinement"  # the name of the loss
 
 
 class BoxRefinementHead(nn.Module):
-    """Predicts four deltas from the last hidden state of each region, with one hidden layer.
+    """Predicts four deltas from the last hidden state and the feature of each region, with one hidden layer.
 
     Args:
         hidden_size: E.
+        feature_dim: D.
         loss: "smooth_l1" compares deltas, by plain L1 as in Detectron2; "giou", "diou" and "ciou" compare boxes.
         min_iou: a region learns to move onto a box that a text names from this IoU on.
     """
 
-    def __init__(self, hidden_size: int, loss: str = "smooth_l1", min_iou: float = 0.5):
+    def __init__(self, hidden_size: int, feature_dim: int, loss: str = "smooth_l1", min_iou: float = 0.5):
         super().__init__()
         self.loss = loss
         self.min_iou = min_iou
-        self.deltas = Head(hidden_size, 4, 0.0, "official", transform=Transform(hidden_size))
+        self.feature_norm = nn.LayerNorm(feature_dim)
+        transform = Transform(hidden_size + feature_dim, width=hidden_size)
+        self.deltas = Head(hidden_size, 4, 0.0, "official", transform=transform)
         nn.init.normal_(self.deltas.output.weight, std=OUTPUT_STD)
 
     def forward(self, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput) -> RefinementOutput:
@@ -48,7 +53,8 @@ class BoxRefinementHead(nn.Module):
             name. Its count is the number of pairs of a region and the named box that it overlaps most. A box that a
             text names twice, as a whole and in a phrase, counts twice.
         """
-        deltas = at_least_float32(self.deltas(encoded.regions))
+        states = torch.cat([encoded.regions, self.feature_norm(text_regions.features)], dim=-1)
+        deltas = at_least_float32(self.deltas(states))
         candidates = text_regions.attention_mask & (text_regions.row >= 0) & (text_regions.image_slot == 0)
         moved = decode_deltas(deltas.detach(), text_regions.boxes, DELTA_WEIGHTS)
         corner = text_regions.image_sizes.flip(-1).repeat(1, 1, 2)  # width, height, width, height
