@@ -387,7 +387,6 @@ def make_synthetic_data(config: RunConfig) -> None:
             seed=synthetic.seed,
             config=synthetic.config.scene,
             language=synthetic.config.language,
-            detections=synthetic.config.detections,
             rendering=synthetic.config.rendering,
             detections=synthetic.config.detections,
             formats=synthetic.formats,

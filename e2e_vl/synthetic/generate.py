@@ -151,7 +151,8 @@ def make_scenes(
         WRITERS[name].require_packages()
     output = Path(output)
     settings = msgspec.json.decode(msgspec.json.encode(recipe))
-    if recipe.rendering == RenderingConfig():  # folders of earlier versions, which had no such settings, are the same
+    # folders of earlier versions, which had no such settings, are the same
+    if recipe.rendering == RenderingConfig():
         del settings["rendering"]
     if recipe.detections.iou is None:
         del settings["detections"]["iou"]
