@@ -244,8 +244,10 @@ def refuse_to_overwrite(output: Path) -> None:
     """Raise UserError unless the folder is empty or its run was stopped before the first checkpoint."""
     has_results = any(output.glob("checkpoints/step_*")) or (output / "metrics.json").exists()
     has_other_files = output.is_file() or (output.is_dir() and any(output.iterdir()))
-    if has_results or (has_other_files and not (output / LOCK_FILE).exists()):
-        raise UserError(f"{output} contains a run or other files; continue with --resume, or choose another `output`.")
+    if has_results:
+        raise UserError(f"{output} contains a run; continue with --resume, or choose another `output`.")
+    if has_other_files and not (output / LOCK_FILE).exists():
+        raise UserError(f"{output} contains other files, but no run; choose another `output`.")
 
 
 def check_output(path: Path, *, may_replace: bool = False) -> None:

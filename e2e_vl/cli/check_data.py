@@ -79,13 +79,16 @@ class SplitReport:
 
     def lines(self, examples: int) -> list[str]:
         """Return the lines that the command prints, with the first `examples` problems."""
-        lines = [
-            f"{self.split}: {self.images:,} images ({self.distinct_images:,} distinct), {self.missing_images:,} files "
-            f"missing, {self.unreadable_images:,} unreadable; {self.boxes:,} boxes, {self.boxes_outside:,} of them "
-            "reach outside their image",
-            f"  {self.texts:,} texts; {self.too_long:,} are too long, {self.texts_without_known_answer:,} have no "
-            "answer in the vocabulary",
-        ]
+        if self.images == 0 and self.problems:
+            lines = [f"{self.split}: could not be read"]
+        else:
+            lines = [
+                f"{self.split}: {self.images:,} images ({self.distinct_images:,} distinct), {self.missing_images:,} "
+                f"files missing, {self.unreadable_images:,} unreadable; {self.boxes:,} boxes, {self.boxes_outside:,} "
+                "of them reach outside their image",
+                f"  {self.texts:,} texts; {self.too_long:,} are too long, {self.texts_without_known_answer:,} have no "
+                "answer in the vocabulary",
+            ]
         lines += [f"SHARED: {sentence}" for sentence in self.shared]
         lines += [f"PROBLEM: {sentence}" for sentence in self.problems[:examples]]
         hidden = len(self.problems) - examples

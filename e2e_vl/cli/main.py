@@ -118,7 +118,7 @@ def print_errors(main: Callable[..., int], advice: str = "") -> Callable[..., in
                 if not isinstance(error, EXPECTED_ERRORS) and error.errno is None:  # raised by a library
                     raise
                 message = str(error) or f"{type(error).__name__}: out of memory, or the system gave no reason."
-                print(f"error: {message}", file=sys.stderr)
+                sys.stderr.write(f"error: {message}\n")  # in one piece, because all processes of a run may write it
                 return 2
             except RuntimeError as error:
                 if "RANK" not in os.environ or not any(text in str(error) for text in CONNECTION_LOST):

@@ -65,7 +65,7 @@ WRONG = {  # words after e2e-vl -> part of the one sentence
     f"train --config {TINY} --train.lr 1e-3": "a setting has no dashes: train.lr=1e-3.",
     f"train --config {TINY} --rseume": "There is no option --rseume; did you mean --resume?",
     "ask --run x --json nope.json": f"nope.json: no such file in {ROOT}; check the path.",
-    f"train --config {TINY} output=docs": "docs contains a run or other files; continue with --resume",
+    f"train --config {TINY} output=docs": "docs contains other files, but no run; choose another `output`",
     f"train --config {TINY} detector.overrides.MODEL.RESNETS.DEPHT=50": "MODEL.RESNETS.DEPHT",
     f"train --config {TINY} task.name=refcco": "name 'refcco' is unknown; there is refcoco",
     "train --config pyproject.toml": "pyproject.toml",

@@ -297,7 +297,7 @@ def test_only_damaged_checkpoints(stopped):
     path.unlink()
     with pytest.raises(ValueError, match=r"step_00000004 is damaged \(step.json is missing\)"):
         train(stopped, resume=True)
-    with pytest.raises(ValueError, match="contains a run or other files"):
+    with pytest.raises(ValueError, match="contains a run; continue with --resume"):
         train(stopped)
     shutil.rmtree(path.parent)
     write_json(Path(stopped.output) / "metrics.json", {})
@@ -338,12 +338,12 @@ def test_which_folders_a_run_may_use(tiny_config):
         train(config, resume=True)
     run.mkdir()
     (run / "thesis.tex").write_text("precious")
-    with pytest.raises(ValueError, match="contains a run or other files"):
+    with pytest.raises(ValueError, match="contains other files, but no run"):
         train(config)
     assert [path.name for path in run.iterdir()] == ["thesis.tex"]
     (run / "thesis.tex").unlink()
     assert train(config, resume=True)["steps"] == 1, "a run without a checkpoint begins again"
-    with pytest.raises(ValueError, match="contains a run or other files"):
+    with pytest.raises(ValueError, match="contains a run; continue with --resume"):
         train(config)
 
 
