@@ -26,6 +26,7 @@ from transformers import BertConfig, BertModel
 
 from e2e_vl.cli import analyze_attention, ask, convert_annotations, explore, probe, run, score
 from e2e_vl.text import build_vocabulary
+from tests.extraction.tiny_detectors import save_tiny_detector
 from tests.scoring.drawn import draw_flickr30k, draw_grefcoco, draw_refcoco
 
 ROOT = Path(__file__).parents[1]
@@ -170,6 +171,7 @@ def test_the_page_about_own_data(folder: Path, placeholders: dict[str, str]) -> 
 
 @pytest.mark.usefixtures("run_in_folder")
 def test_the_pages_about_python_and_the_explorer(placeholders: dict[str, str]) -> None:
+    save_tiny_detector("grounding_dino", Path("IDEA-Research/grounding-dino-tiny"))  # instead of the one of the hub
     names, commands = run_page("docs/python_api.md", placeholders)
     assert names["answer"].box is not None and commands == 1
     names = {}

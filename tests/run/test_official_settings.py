@@ -110,6 +110,7 @@ def test_every_file_is_accounted_for():
         "refcoco/grefcoco_vl_bert_base",
         "refcoco/vl_bert_base_precomputed",
         "refcoco/vl_bert_base_fpn",
+        "refcoco/vl_bert_base_grounding_dino",
         *itertools.chain(*PIXELS.values()),
     }
     own |= {name for name in files if "/lxmert_" in name}
