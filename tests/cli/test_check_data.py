@@ -227,3 +227,10 @@ def test_missing_weights_and_tokenizer_are_named_before_the_data(tiny_data, tmp_
     printed = capsys.readouterr().out
     assert printed.splitlines()[:3] == [f"PROBLEM: {problem}" for problem in weights]
     assert "PROBLEM: bert-base-uncased: no tokenizer could be loaded from it" in printed
+
+
+def test_a_split_without_files_has_problems_and_no_counts(tmp_path, capsys):
+    assert tool.main(words(tmp_path)) == 1
+    printed = capsys.readouterr().out
+    assert "train: could not be read\nPROBLEM: train: " in printed
+    assert "0 images" not in printed
