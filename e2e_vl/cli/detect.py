@@ -13,8 +13,9 @@ each; then only images with expressions are read.
 Images: a folder, a text file with one path per line, or a COCO JSON file, whose ids the boxes then have.
 
 The output is a list in COCO's results format with the class (category_id, category_name) or the phrase of each box.
-It serves as data.files.detections of a run, and as boxes of `e2e-vl extract`. Run the same command again to continue
-after an interruption. Unreadable images are skipped and listed at the end, with exit status 1.
+It serves as data.files.detections of a run, and as --boxes of `e2e-vl ask` and `e2e-vl extract`. Run the same command
+again to continue after an interruption. Unreadable images are skipped and listed at the end, with exit status 1; once
+they are repaired, the same command adds them.
 """
 
 from __future__ import annotations
@@ -68,13 +69,14 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         parser.add_argument(option, type=type(default), default=default, help=f"{text} (default: {default})")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 or mps (default: the CUDA GPU if there is one)")
     args = parser.parse_args(argv)
-    if args.output.exists():
+    lines_file = args.output.with_name(f"{args.output.name}.lines")
+    if args.output.exists() and not lines_file.exists():
         raise UserError(f"{args.output} exists; remove it, or choose another output.")
     options = {"min_score": args.min_score, "max_boxes": args.max_boxes, "nms_threshold": args.nms_threshold}
     rule = decode(options, ProposalRule, "detect")
     images, prompts_of = list_prompts(args)
     settings = {"model": args.model, **options, "text": args.text, "expressions": str(args.expressions)}
-    log = DetectionLog(args.output.with_name(f"{args.output.name}.lines"), settings)
+    log = DetectionLog(lines_file, settings)
     from e2e_vl.extraction.proposers import load_proposer  # late: imports torch
     from e2e_vl.run.devices import choose_device
 

@@ -88,7 +88,6 @@ def test_an_interrupted_command_continues(photos: Path, grounding_dino: Path, tm
     settings, first, second, _ = lines_file.read_text().split("\n")
     marked = first.replace("red star", "a marked star")
     lines_file.write_text("\n".join([settings, marked, second[:20]]))  # the last line is cut off
-    (tmp_path / "boxes.json").unlink()
     (photos / "5.png").unlink()
     assert "begun with other settings" in refused([*words, "--min-score", "0.2"], capsys)
     assert tool.main(words) == 0
