@@ -210,7 +210,7 @@ def draw_detections(scene: Scene, config: ImitatedDetectorConfig, rng: np.random
         if config.iou is None:
             box = _jitter_box(object_boxes[i], size, rng)
         else:
-            box = _move_box(object_boxes[i], size, config.iou, rng)
+            box = move_box(object_boxes[i], size, config.iou, rng)
         category = CATEGORY_IDS[scene.objects[i].appearance.shape]
         if rng.random() < config.wrong_category:
             category = CATEGORIES[rng.integers(len(CATEGORIES))]["id"]
@@ -242,7 +242,7 @@ def _jitter_box(box: np.ndarray, size: tuple[int, int], rng: np.random.Generator
     return box
 
 
-def _move_box(
+def move_box(
     box: np.ndarray, size: tuple[int, int], iou_range: tuple[float, float], rng: np.random.Generator
 ) -> np.ndarray:
     """Move the edges of a box in random directions until its IoU with the original is in a range, drawn uniformly."""

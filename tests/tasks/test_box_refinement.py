@@ -8,11 +8,20 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torchvision.ops import generalized_box_iou_loss
+from torchvision.ops import generalized_box_iou_loss, roi_align
 
 from detector.boxes import encode_deltas
 from detector.structures import Regions
-from e2e_vl.structures import Batch, EncoderOutput, IntermediateStates, ModelOutput, TaskOutput, gather_regions
+from e2e_vl.structures import (
+    Batch,
+    EncoderOutput,
+    IntermediateStates,
+    ModelOutput,
+    TaskOutput,
+    TextRegions,
+    gather_regions,
+)
+from e2e_vl.synthetic.base import move_box
 from e2e_vl.targets import Ragged
 from e2e_vl.tasks.box_refinement import DELTA_WEIGHTS, REFINEMENT, BoxRefinementHead, find_named_boxes
 from e2e_vl.tasks.flickr30k import Flickr30KTargets, Flickr30KTask
@@ -21,7 +30,7 @@ from e2e_vl.tasks.refcoco import ReferringTargets, ReferringTask
 from tests.tasks.batches import make_batch
 from tests.tasks.test_phrase_head import make_phrases
 
-HIDDEN, WIDTH, LENGTH = 6, 3, 5
+HIDDEN, WIDTH, LENGTH = 32, 3, 5
 WHOLE = [0.0, 0, 59, 79]
 TARGET = [10.0, 10, 30, 40]
 NEAR, FAR = [12.0, 12, 34, 40], [40.0, 10, 50, 40]  # IoU 0.73 and 0 with the target
@@ -192,3 +201,58 @@ def test_the_phrases_of_a_sentence_are_answered_with_refined_boxes():
     assert task.metrics([prediction])["accuracy_90"] == 1
     [plain] = task.predict(run(None, batch, task=logits))
     assert plain.boxes == ((24, 24, 68, 80),) and plain.proposals is None and plain.overlaps is None
+
+
+def draw_batch(rng: np.random.Generator, number: int = 64) -> tuple[Batch, TextRegions]:
+    """White boxes on black images, with a proposal of IoU 0.5 to 0.7 each; its feature is what it sees, in 7 x 7 cells.
+
+    Outside of the proposal, it sees a third of its size on each side.
+    """
+    side = 64
+    pixels = torch.zeros(number, 1, side, side)
+    targets = []
+    proposals = []
+    for image in range(number):
+        x, y, width, height = rng.integers([12, 12, 16, 16], [28, 28, 24, 24])
+        pixels[image, 0, y : y + height, x : x + width] = 1
+        targets.append(np.array([x, y, x + width, y + height], np.float32))
+        proposals.append(move_box(targets[-1], (side, side), (0.5, 0.7), rng).astype(np.float32))
+    rows = [torch.from_numpy(box)[None] for box in proposals]
+    grow = torch.tensor([-1 / 3, -1 / 3, 1 / 3, 1 / 3])
+    seen = [box + grow * (box[:, 2:] - box[:, :2]).repeat(1, 2) for box in rows]
+    features = roi_align(pixels, seen, 7, aligned=True).flatten(1)
+    batch = make_batch(
+        [[image] for image in range(number)],
+        sizes=[[side, side]] * number,
+        targets=ReferringTargets.join([ReferringTargets(box[None]) for box in targets]),
+        records=[{"gt_box": box.tolist(), "image_size": [side, side]} for box in targets],
+    )
+    regions = Regions(rows, list(features[:, None]), [torch.zeros(1, 2)] * number)
+    return batch, gather_regions(regions, batch.images.sizes, batch.image_index)
+
+
+@pytest.mark.parametrize(("loss", "weight"), [("smooth_l1", 0.3), ("giou", 3.0)])
+def test_poor_proposals_become_good_boxes(loss, weight):
+    """Choosing alone reaches an accuracy of 0 at an IoU of 0.75."""
+    rng = np.random.default_rng(0)
+    torch.manual_seed(0)
+    task = ReferringTask(HIDDEN)
+    head = BoxRefinementHead(HIDDEN, 49, loss)
+    optimizer = torch.optim.Adam(head.parameters(), lr=1e-2)
+
+    def answer(batch: Batch, text_regions: TextRegions) -> ModelOutput:
+        encoded = EncoderOutput(torch.zeros(len(batch), 3, HIDDEN), torch.ones(len(batch), 1, HIDDEN))
+        refinement = head(batch, text_regions, encoded)
+        output = task(batch, text_regions, encoded)
+        return ModelOutput(output, Regions([], [], []), text_regions, encoded, batch, refinement=refinement)
+
+    batches = [draw_batch(rng) for _ in range(16)]
+    for step in range(300):
+        optimizer.zero_grad()
+        (weight * answer(*batches[step % 16]).losses[REFINEMENT].mean).backward()
+        optimizer.step()
+    with torch.no_grad():
+        metrics = task.metrics(task.predict(answer(*draw_batch(rng, 200))))
+    assert metrics["ceiling_75"] == metrics["proposal_accuracy_75"] == 0
+    assert metrics["proposal_accuracy"] == 1
+    assert metrics["accuracy_75"] > 0.85, metrics
