@@ -13,7 +13,7 @@ from pycocotools import mask
 from pycocotools.coco import COCO
 
 from e2e_vl.synthetic.base import polygons
-from e2e_vl.synthetic.config import LanguageConfig
+from e2e_vl.synthetic.config import ImitatedDetectorConfig, LanguageConfig
 from e2e_vl.synthetic.generate import make_scenes
 from tests.synthetic.meaning import LINKS, NUMBERS, SPLITS, described, words_of
 
@@ -111,6 +111,23 @@ def test_detections(synthetic_folder, coco):
     assert np.mean([iou > 0.999 for iou in best]) < 0.02
     assert 0.9 < len(covered) / len(coco.anns) < 0.99
     assert set(covered.values()) == {1}
+
+
+def test_detections_overlap_their_objects_as_much_as_is_asked_for(tmp_path):
+    poor = ImitatedDetectorConfig(missed=0, wrong_category=0, false_alarms=0, iou=(0.5, 0.7))
+    make_scenes(tmp_path / "poor", scenes={"val": 8}, detections=poor, formats=["refcoco+", "detections"])
+    coco = COCO(tmp_path / "poor/refcoco+/instances.json")
+    detections = json.loads((tmp_path / "poor" / DETECTIONS).read_text())
+    best = []
+    for entry in detections:
+        objects = coco.imgToAnns[entry["image_id"]]
+        ious = mask.iou([entry["box"]], [one["bbox"] for one in objects], [0] * len(objects))[0]
+        best.append(max(ious))
+    assert len(best) == len(coco.anns)
+    assert 0.4999 <= min(best) < 0.53 and 0.67 < max(best) <= 0.7001
+    assert 0.58 < np.mean(best) < 0.62
+    with pytest.raises(ValueError, match="it must rise, from above 0"):
+        ImitatedDetectorConfig(iou=(0.7, 0.5))
 
 
 def test_captions_that_count_the_shapes_count_right(synthetic_folder, coco):
