@@ -405,6 +405,11 @@ class RunConfig(Config, frozen=True, kw_only=True):
                 self.box_refinement.weights is not None and not self.box_refinement.weight,
                 "box_refinement.weights is set, but box_refinement.weight is 0, so there is no such head; set one only",
             ),
+            (
+                self.box_refinement.weight > 0 and self.data.boxes.train is BoxSource.GT,
+                "box_refinement.weight needs boxes that differ from the annotated ones: set data.boxes.train to another "
+                "source than gt",
+            ),
         ):
             if is_wrong:
                 raise UserError(message)

@@ -75,6 +75,8 @@ def test_a_run_answers_with_refined_boxes_and_is_loaded_again(tiny_config, train
 def test_settings_that_cannot_work_are_refused(tiny_config):
     with pytest.raises(ValueError, match=r"box_refinement.weight is 0, so there is no such head"):
         tiny_config("box_refinement.weights=runs/other")
+    with pytest.raises(ValueError, match=r"needs boxes that differ from the annotated ones"):
+        tiny_config(ON, "data.boxes.train=gt")
     answers = {"name": "vqa", "config": {"answers": ["yes", "no"]}}
     with pytest.raises(ValueError, match=r"the texts of vqa name no boxes to learn from; set phrases.weight too"):
         build_model(replaced(tiny_config(ON), task=answers), vocab_size=50)
