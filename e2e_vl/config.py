@@ -407,8 +407,8 @@ class RunConfig(Config, frozen=True, kw_only=True):
             ),
             (
                 self.box_refinement.weight > 0 and self.data.boxes.train is BoxSource.GT,
-                "box_refinement.weight needs boxes that differ from the annotated ones: set data.boxes.train to another "
-                "source than gt",
+                "box_refinement.weight needs boxes that differ from the annotated ones, so data.boxes.train cannot be "
+                "gt; choose another source",
             ),
         ):
             if is_wrong:
