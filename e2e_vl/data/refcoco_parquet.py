@@ -38,7 +38,7 @@ from e2e_vl.data.coco import open_instances
 from e2e_vl.data.config import NoDatasetConfig
 from e2e_vl.data.official_sizes import JOINED_ROWS
 from e2e_vl.data.overlap import COCO
-from e2e_vl.data.refcoco import Expression, Ref, Sentence
+from e2e_vl.data.refcoco import Expression, Ref, RefCOCODataset, Sentence
 from e2e_vl.data.tables import SerializedDict, SkippedRecords, drop_repeats
 from e2e_vl.io import FourNumbers, Id, Name, Record, Side, box_corners
 from e2e_vl.parquet import IMAGE, ParquetFiles
@@ -159,7 +159,8 @@ def read_objects(files: ParquetFiles) -> Iterator[_ReferredObject]:
 class ParquetRefCOCODataset(RecordDataset):
     """Expressions of one split, grouped by image; each expression is one phrase."""
 
-    file_keys = ("images", "parquet", "instances", "detections", "features")
+    # those of REFER's files are not read: a run on them is evaluated on these by `data.name` and `data.files.parquet`
+    file_keys = (*RefCOCODataset.file_keys, "parquet")
     id_namespace = COCO
     has_phrases = True
 

@@ -228,9 +228,9 @@ class Flickr30KTask(Task):
 
     @override
     def correctness(self, prediction: Flickr30KPrediction) -> float | None:
-        """Return the share of phrases with a right region; None if the truth is unknown."""
+        """Return the share of phrases with a right region; None if the truth is unknown, or there is no phrase."""
         ranks = prediction.ranks
-        if ranks is None:
+        if not ranks:
             return None
         return sum(rank == 0 for rank in ranks) / len(ranks)
 
