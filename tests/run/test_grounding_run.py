@@ -20,10 +20,14 @@ from tests.weights.starts import options, replaced
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
+PHOTOS = "images/train2014"
 HEAD = "phrases={weight: 1.0, layer: 1, size: 8}"
 DRAWN = "data.synthetic={scenes: {train: 4, val: 4}, config: {language: {no_target: 0.3}}, formats: [mdetr, odvg]}"
-BOXES = "data={texts_per_image: 2, boxes: {train: detections}}", "eval.boxes=[detections]", "train.warmup_steps=0"
-PHOTOS = "images/train2014"
+BOXES = (
+    "detector.loss_weight=0",
+    "data={texts_per_image: 2, boxes: {train: detections}}",
+    *("eval.boxes=[detections]", "train.warmup_steps=0"),
+)
 
 
 @pytest.fixture(scope="module")

@@ -105,12 +105,14 @@ def test_every_file_is_accounted_for():
         for path in (ROOT / "configs" / folder).rglob("*.yaml")
     }
     own = {"pretraining/paper", "pretraining/visual_bert_common", "flickr30k/pixels"}
+    own |= {"pretraining/grounding_common", "pretraining/mdetr", "pretraining/odvg"}
     own |= {
         "refcoco/vl_bert_base_8gb",
         "refcoco/grefcoco_vl_bert_base",
         "refcoco/vl_bert_base_precomputed",
         "refcoco/vl_bert_base_fpn",
         "refcoco/vl_bert_base_grounding_dino",
+        "refcoco/vl_bert_base_parquet",
         *itertools.chain(*PIXELS.values()),
     }
     own |= {name for name in files if "/lxmert_" in name}
