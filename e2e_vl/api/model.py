@@ -506,6 +506,7 @@ class TrainedModel(
             top_boxes=np.array(top_boxes, dtype=np.float32).reshape(-1, 4),
             lines=lines,
             boxes=boxes,
+            refined_boxes=None if output.refinement is None else refined_boxes,
             box_images=regions.image_slot[text, is_candidate].numpy(),
             box_names=prediction.box_names or given_names or names,
             attention=attention,

@@ -40,6 +40,7 @@ class Answer:
     top_boxes: np.ndarray  # float32 [K, 4], the boxes of `top_answers`; K = 0 if the task answers in words
     lines: list[str]  # the answer as lines of text
     boxes: np.ndarray  # float32 [R, 4], the candidate boxes
+    refined_boxes: np.ndarray | None  # float32 [R, 4], the same boxes after refinement; None: boxes are not refined
     box_images: np.ndarray  # int64 [R], the image index of each box in `images`
     box_names: list[str]  # R class names: predicted, or given by the user (VCR); "" if unknown
     attention: np.ndarray | None  # float32 [R], attention from the answer to each region; None: the task predicts a box

@@ -135,8 +135,9 @@ class Inspection:
         return is_best
 
     def _is_at(self, box: np.ndarray) -> np.ndarray:
-        """Return whether each region has a box of the original image, bool [R]."""
-        return np.isclose(self.answer.boxes, box, atol=1e-3).all(axis=1)
+        """Return whether each region has a box of the original image, after refinement if there is one, bool [R]."""
+        boxes = self.answer.boxes if self.answer.refined_boxes is None else self.answer.refined_boxes
+        return np.isclose(boxes, box, atol=1e-3).all(axis=1)
 
     def region_at(self, x: float, y: float, rows: Sequence[int]) -> int | None:
         """Return which of some regions is the smallest around a point of the original image; None: there is none."""

@@ -61,6 +61,7 @@ def test_a_run_answers_with_refined_boxes_and_is_loaded_again(tiny_config, train
     answer = model.ask(image, "the red circle", boxes=boxes, top_k=3)
     prediction = answer.prediction
     assert np.allclose(answer.boxes, boxes, atol=1e-3)
+    assert np.allclose(answer.refined_boxes, prediction.refined_boxes, atol=1e-3)
     assert {tuple(box) for box in answer.top_boxes.tolist()} == {
         tuple(np.float32(box).tolist()) for box in prediction.refined_boxes
     }
