@@ -41,6 +41,7 @@ from e2e_vl.analysis.collect import (
 from e2e_vl.analysis.measures import HeadSums, attention_from
 from e2e_vl.analysis.options import AnalysisConfig, parse_head
 from e2e_vl.drawing import BLUE, GREEN, RED, draw_boxes, draw_heat_map
+from e2e_vl.parquet import image_of_name
 from e2e_vl.structures import AttentionBlock, AttentionGraph
 
 NO_CONFIDENCE = (
@@ -545,7 +546,7 @@ def _draw_region_overlay(
             colours.append(GREEN)
     overlay = Overlay(text.index, text.caption.words, graph, title, note, path)
     try:
-        image = load_image(text.file_name, "RGB", text.image_size)
+        image = load_image(image_of_name(text.file_name), "RGB", text.image_size, text.file_name)
     except (FileNotFoundError, ValueError) as error:  # in an archive, or absent because features are precomputed
         return dataclasses.replace(overlay, file=None, problem=str(error))
     heat_map = draw_heat_map(image, regions[allowed], seen[allowed])

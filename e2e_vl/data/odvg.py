@@ -162,8 +162,8 @@ class ODVGReader:
                     expressions.append((words, boxes))
                 else:
                     self.collector.skipped.add("blank expressions, by line", number)
-        for place, (words, boxes) in enumerate(expressions):
-            yield self._text(f"{number}.{place}", line, words, [([(0, len(words))], boxes)])
+        for position, (words, boxes) in enumerate(expressions):
+            yield self._text(f"{number}.{position}", line, words, [([(0, len(words))], boxes)])
 
     def _class_names(self, number: int, line: _Line, detection: _Detection) -> Iterator[GroundedText]:
         """Yield the class names of a line's objects, each as one phrase; none of a line without objects."""

@@ -121,13 +121,13 @@ def _objects_by_image(files: ParquetFiles) -> Iterator[_ReferredObject]:
 def _objects_by_row(files: ParquetFiles) -> Iterator[_ReferredObject]:
     """Yield the objects of files with a row per object.
 
-    A sentence is named by its row and its place there. No column names the annotation.
+    A sentence is named by its row and its position there. No column names the annotation.
     """
     for number, row in enumerate(files.rows(_RowOfObject)):
         stem = PurePosixPath(row.file_name).stem
         match = _COCO_NAME.fullmatch(stem)
         image_id = stem if match is None else int(match[1])
-        sentences = [Sentence(f"{number}.{place}", words) for place, words in enumerate(row.answer)]
+        sentences = [Sentence(f"{number}.{position}", words) for position, words in enumerate(row.answer)]
         ref = Ref(row.question_id, [], image_id, "", sentences)
         yield _ReferredObject(image_id, ParquetImage(number, row.file_name, None), ref, row.bbox)
 
