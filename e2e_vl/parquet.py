@@ -1,6 +1,6 @@
 """Rows of parquet files, and the images inside them.
 
-The Hugging Face hub publishes data sets so: a table in one or several files, each in groups of about a hundred rows,
+The Hugging Face hub publishes data sets so: a table in one or several files, each in groups of rows, often a hundred,
 and a column `image` whose entries are {bytes, path} (`datasets.Image`). Everything but the images is read at once. An
 image is read with the others of its group, which are kept until another group is asked for, so that images in the order
 of the file are read once. No file is unpacked.

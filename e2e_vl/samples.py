@@ -29,6 +29,10 @@ class ImageBytes:
         return self.name
 
 
+# an image's file, its contents, or a function that finds either when it is needed
+ImageSource = Path | ImageBytes | Callable[[], Path | ImageBytes]
+
+
 class BrokenImageError(Exception):
     """An image that is missing or cannot be read; `__cause__` says which and why."""
 
@@ -97,7 +101,7 @@ class SampleImage:
     """One image: its id, its file and its annotations."""
 
     id: str  # names it in files of boxes and features
-    file: Path | ImageBytes | Callable[[], Path | ImageBytes]  # or a function that finds it when it is needed
+    file: ImageSource
     size: tuple[int, int] | None = None  # (height, width) according to the annotations
     objects: AnnotatedObjects | None = None
     candidates: tuple[int, ...] | None = None  # rows of `objects` that are candidate boxes; None: all of them

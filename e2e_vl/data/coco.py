@@ -25,7 +25,7 @@ from e2e_vl.data.table_files import tabulate
 from e2e_vl.data.tables import RowIndex, SerializedList
 from e2e_vl.io import FourNumbers, Id, Name, Record, Side, Words, require_unique
 from e2e_vl.predictions import TrueObject
-from e2e_vl.samples import AnnotatedObjects, CategorisedObjects, ImageKey, Sample, SampleImage, SampleText
+from e2e_vl.samples import AnnotatedObjects, CategorisedObjects, ImageSource, ImageKey, Sample, SampleImage, SampleText
 
 logger = logging.getLogger(__name__)
 
@@ -252,7 +252,7 @@ class CocoInstances:
         """Return an image with its objects, uint8 [bytes], for `tables.fingerprint`."""
         return self.images.encoded_item(self._rows.row(image_id))
 
-    def sample_image(self, image_id: Id, file: Path) -> SampleImage:
+    def sample_image(self, image_id: Id, file: ImageSource) -> SampleImage:
         """Return an image with its objects as a sample has it."""
         image = self[image_id]
         return SampleImage(str(image.id), file, (image.height, image.width), self.objects(image_id))

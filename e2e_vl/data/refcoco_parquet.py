@@ -240,7 +240,7 @@ class ParquetRefCOCODataset(RecordDataset):
             file = self.folder / image.file_name
         if self.instances is None:
             return SampleImage(name, file, image.size)
-        return dataclasses.replace(self.instances.sample_image(name, self.parquet.paths[0]), file=file)
+        return self.instances.sample_image(name, file)
 
     @override
     def text(self, index: int) -> SampleText:
