@@ -25,7 +25,7 @@ from e2e_vl.data.table_files import tabulate
 from e2e_vl.data.tables import RowIndex, SerializedList
 from e2e_vl.io import FourNumbers, Id, Name, Record, Side, Words, require_unique
 from e2e_vl.predictions import TrueObject
-from e2e_vl.samples import AnnotatedObjects, CategorisedObjects, ImageSource, ImageKey, Sample, SampleImage, SampleText
+from e2e_vl.samples import AnnotatedObjects, CategorisedObjects, ImageKey, ImageSource, Sample, SampleImage, SampleText
 
 logger = logging.getLogger(__name__)
 
