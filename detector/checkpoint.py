@@ -25,13 +25,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from detector.config import NORM_EPS, DetectorConfig, flatten, load_tree
+from detector.config import NORM_EPS, DetectorConfig
 from detector.errors import MissingFileError, UserError, first_line, reading
 from detector.file_kinds import name_kind, read_start
 from detector.io import NUMPY_IN_PICKLES, atomic_file, read_json, read_pickle, write_text
 from detector.rpn import configured_cell_anchors
 from detector.structures import Detector
 from detector.weight_names import CELL_ANCHORS, PREDICTOR, UNUSED_KEYS, strip_wrappers, to_detector_names
+from detector.yaml_tree import flatten, load_tree
 from detector.zoo import PublishedWeights, download_weights, find_published_weights, resolve_weights, suggest_names
 
 logger = logging.getLogger(__name__)

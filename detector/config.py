@@ -29,8 +29,8 @@ import yaml
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 from typing_extensions import override
 
-from detector.errors import UserError, user_path
-from detector.io import read_yaml
+from detector.errors import UserError
+from detector.yaml_tree import flatten, load_tree, merge_bases, nest
 
 # Keys with a single supported value.
 FIXED: dict[str, Any] = {
@@ -111,14 +111,20 @@ OUR_KEYS: tuple[str, ...] = (
     "MODEL.R2C.DROPOUT",
     "MODEL.R2C.CANVAS",
     "MODEL.R2C.FROZEN_STATISTICS",
+    "MODEL.TRANSFORMERS_BACKBONE.NAME",
+    "MODEL.TRANSFORMERS_BACKBONE.CONFIG",
 )
 
 C4_BACKBONE = "build_resnet_backbone"
 FPN_BACKBONE = "build_resnet_fpn_backbone"
 R2C_BACKBONE = "build_r2c_backbone"
+TRANSFORMERS_BACKBONE = "build_transformers_backbone"
+TRANSFORMERS_FPN_BACKBONE = "build_transformers_fpn_backbone"
+AUTO_BACKBONE = "detector.backbones.auto_backbone"  # the only module of the detector that imports transformers
 RES5_HEADS = "Res5ROIHeads"
 STANDARD_HEADS = "StandardROIHeads"
 STAGES = ("res2", "res3", "res4", "res5")
+STRIDES = {"res2": 4, "res3": 8, "res4": 16, "res5": 32}  # of the maps of other networks than ResNets
 NORM_EPS = 1e-5  # epsilon of frozen batch norms, as in Detectron2
 BACKENDS = ("builtin", "detectron2")  # detectors that this file configures
 # of a weights file, see `EXPECT` in checkpoint.py
@@ -136,69 +142,11 @@ BoxWeights = tuple[PositiveFloat, PositiveFloat, PositiveFloat, PositiveFloat]
 FloatLists = tuple[Annotated[tuple[PositiveFloat, ...], Meta(min_length=1)], ...]
 Stage = Literal["res2", "res3", "res4", "res5"]
 Norm = Literal["FrozenBN", "BN", "SyncBN", "GN"]
-OptionalNorm = Literal["", "FrozenBN", "BN", "SyncBN", "GN"]
+OptionalNorm = Literal["", "FrozenBN", "BN", "SyncBN", "GN", "LN"]
 # see `detector.images.ResizeRule`
 Rounding = Literal["detectron2", "truncate", "torchvision", "opencv", "r2c"]
 ResizeLibrary = Literal["torch", "pil"]
 BoxLoss = Literal["smooth_l1", "giou", "diou", "ciou"]
-
-
-def load_tree(path: Path) -> dict[str, Any]:
-    """Read a YAML file and merge it into its `_BASE_` files."""
-    tree = read_yaml(path)
-    if not isinstance(tree, dict):
-        raise UserError(f"{path}: expected a mapping of keys, found {type(tree).__name__}.")
-    return merge_bases(tree, path.parent)
-
-
-def merge_bases(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Merge `tree` into the files listed in its `_BASE_` (a path or a list).
-
-    They are relative to `folder`, or are files of this package, such as detector/published/R_101_C4.yaml.
-    """
-    bases = tree.get("_BASE_", [])
-    merged: dict[str, Any] = {}
-    if isinstance(bases, str):
-        bases = [bases]
-    for base in bases:
-        path = folder / user_path(base)
-        if not path.exists():
-            path = Path(__file__).parents[1] / user_path(base)
-        merged = merge(merged, load_tree(path))
-    return merge(merged, {key: value for key, value in tree.items() if key != "_BASE_"})
-
-
-def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Merge nested settings; `above` overrides `below`."""
-    merged = dict(below)
-    for key, value in above.items():
-        if isinstance(value, dict) and isinstance(merged.get(key), dict):
-            value = merge(merged[key], value)
-        merged[key] = value
-    return merged
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Turn {"A": {"B": 1}} into {"A.B": 1}."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def nest(flat: dict[str, Any]) -> dict[str, Any]:
-    """Turn {"A.B": 1} into {"A": {"B": 1}}."""
-    tree: dict[str, Any] = {}
-    for key, value in flat.items():
-        *parents, leaf = key.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[leaf] = value
-    return tree
 
 
 def _parse_literal(value: Any) -> Any:
@@ -424,6 +372,18 @@ class R2CConfig(Struct, frozen=True, rename=_under("MODEL.R2C")):
     frozen_statistics: Literal["stored", "batch"] = "stored"
 
 
+class TransformersConfig(Struct, frozen=True, rename=_under("MODEL.TRANSFORMERS_BACKBONE")):
+    """Which network of transformers is the backbone: one that `AutoBackbone` makes.
+
+    `name`: a name on the Hugging Face hub, or a folder with a `config.json`; its weights are where training starts.
+    `config`: settings of the network's own configuration that differ from those of `name`. With a `model_type`, it is
+    the whole configuration; without `name` the network is random. Once a config is read, it is whole.
+    """
+
+    name: str = ""
+    config: dict[str, Any] | None = None
+
+
 class RegionShape(NamedTuple):
     """Size of what a network makes of each region."""
 
@@ -437,6 +397,8 @@ class BackboneSpec(abc.ABC):
     # prefixes of the detector's keys that `expect: backbone` loads
     weight_prefixes: ClassVar[tuple[str, ...]] = ("backbone.",)
     reads_fpn: ClassVar[bool] = False  # whether the keys of MODEL.FPN are its settings
+    # whether the keys of MODEL.TRANSFORMERS_BACKBONE are its settings
+    reads_transformers: ClassVar[bool] = False
     feeds_res5: ClassVar[bool] = False  # whether its res4 can be the input of `Res5ROIHeads`
     max_freeze_at: ClassVar[int] = 5  # largest MODEL.BACKBONE.FREEZE_AT
     norms: ClassVar[tuple[str, ...]] = ("FrozenBN", "BN", "SyncBN", "GN")  # values of MODEL.RESNETS.NORM
@@ -445,6 +407,10 @@ class BackboneSpec(abc.ABC):
     @abc.abstractmethod
     def maps(self, config: DetectorConfig) -> dict[str, MapShape]:
         """Return the feature maps that the network gives, finest first."""
+
+    def complete(self, flat: dict[str, Any]) -> dict[str, Any]:
+        """Return the dotted keys of a config with those that the network states itself."""
+        return flat
 
     def size_divisibility(self, config: DetectorConfig) -> int:
         """Return the number of pixels of which the sides of padded images must be multiples."""
@@ -460,6 +426,11 @@ class BackboneSpec(abc.ABC):
         if config.r2c.feature_dim > 0:
             raise UserError(
                 f"MODEL.R2C.FEATURE_DIM does not fit MODEL.BACKBONE.NAME {config.backbone}; remove one of them."
+            )
+        if config.transformers != TransformersConfig() and not self.reads_transformers:
+            raise UserError(
+                f"MODEL.TRANSFORMERS_BACKBONE does not fit MODEL.BACKBONE.NAME {config.backbone}; set the latter to "
+                f"{TRANSFORMERS_FPN_BACKBONE} or {TRANSFORMERS_BACKBONE}."
             )
         if resnet.freeze_at > self.max_freeze_at:
             raise UserError(
@@ -564,11 +535,59 @@ class R2CSpec(ResNetSpec):
             )
 
 
+class NetworkSpec(BackboneSpec):
+    """A network of transformers, which must be imported, as must torch, to measure the maps."""
+
+    reads_transformers = True
+    norms = ("FrozenBN", "BN")
+
+    def outline(self, config: DetectorConfig) -> Any:
+        """Return the `NetworkOutline` of the network."""
+        return pkgutil.resolve_name(f"{AUTO_BACKBONE}:measure")(config.transformers.config)
+
+    @override
+    def complete(self, flat: dict[str, Any]) -> dict[str, Any]:
+        return pkgutil.resolve_name(f"{AUTO_BACKBONE}:complete_settings")(flat)
+
+    @override
+    def check(self, config: DetectorConfig) -> None:
+        super().check(config)
+        pkgutil.resolve_name(f"{AUTO_BACKBONE}:check_settings")(config, self.outline(config))
+
+
+class TransformersSpec(NetworkSpec):
+    """The maps of a network in OUT_FEATURES, with the names of a ResNet's maps of the same strides."""
+
+    @override
+    def maps(self, config: DetectorConfig) -> dict[str, MapShape]:
+        shapes = self.outline(config).maps
+        names = config.resnet.out_features
+        if not {*names} <= shapes.keys():
+            raise UserError(f"MODEL.RESNETS.OUT_FEATURES must be maps of the network: {', '.join(shapes)}.")
+        return {name: shapes[name] for name in names}
+
+    @override
+    def size_divisibility(self, config: DetectorConfig) -> int:
+        return max(shape.stride for shape in self.maps(config).values())
+
+
+class TransformersFPNSpec(NetworkSpec, FPNSpec):
+    """A feature pyramid on a network of transformers; on a ViT, which has one map, a simple feature pyramid."""
+
+    @override
+    def bottom_up_maps(self, config: DetectorConfig) -> dict[str, MapShape]:
+        outline = self.outline(config)
+        if not outline.is_plain:
+            return outline.maps
+        [shape] = outline.maps.values()
+        return {name: MapShape(shape.channels, stride) for name, stride in STRIDES.items()}
+
+
 class BackboneEntry(NamedTuple):
     """What the config knows of a backbone, and its network, which "module:Class" imports when it is built."""
 
     spec: BackboneSpec
-    implementation: str | type[Any]  # a `Backbone`, constructed with a `DetectorConfig`
+    implementation: str | type[Any]  # a `Backbone`, constructed with a `DetectorConfig`, or a function that makes one
 
     @property
     def cls(self) -> type[Any]:
@@ -577,7 +596,7 @@ class BackboneEntry(NamedTuple):
         return self.implementation
 
 
-# by MODEL.BACKBONE.NAME; the names of the last two are ours
+# by MODEL.BACKBONE.NAME; only the first two are names of Detectron2
 BACKBONES = {
     C4_BACKBONE: BackboneEntry(ResNetSpec(), "detector.backbones.resnet:ResNet"),
     FPN_BACKBONE: BackboneEntry(ResNetFPNSpec(), "detector.backbones.fpn:ResNetFPN"),
@@ -585,6 +604,8 @@ BACKBONES = {
         MobileNetFPNSpec(), "detector.backbones.mobilenet:MobileNetFPN"
     ),
     R2C_BACKBONE: BackboneEntry(R2CSpec(), "detector.r2c:R2CTrunk"),
+    TRANSFORMERS_BACKBONE: BackboneEntry(TransformersSpec(), f"{AUTO_BACKBONE}:TransformersBackbone"),
+    TRANSFORMERS_FPN_BACKBONE: BackboneEntry(TransformersFPNSpec(), f"{AUTO_BACKBONE}:build_pyramid"),
 }
 
 
@@ -602,6 +623,7 @@ class DetectorConfig(Struct, frozen=True):
     box_head: BoxHeadConfig = BoxHeadConfig()
     attributes: AttributeConfig = AttributeConfig()
     r2c: R2CConfig = R2CConfig()
+    transformers: TransformersConfig = TransformersConfig()
 
     @property
     def backbone_spec(self) -> BackboneSpec:
@@ -704,6 +726,9 @@ class DetectorConfig(Struct, frozen=True):
                 raise UserError(f"{name}: {key} is not a known key of Detectron2 or of this project.{hint}")
         if isinstance(flat.get("INPUT.MIN_SIZE_TRAIN"), int):  # Detectron2 also accepts a single size
             flat["INPUT.MIN_SIZE_TRAIN"] = [flat["INPUT.MIN_SIZE_TRAIN"]]
+        entry = BACKBONES.get(flat.get("MODEL.BACKBONE.NAME"))
+        if entry is not None:
+            flat = entry.spec.complete(flat)
         unused = _unused_groups(flat.get("MODEL.BACKBONE.NAME"), flat.get("MODEL.ROI_HEADS.NAME"))
         nested: dict[str, Any] = {}
         for key in flat.keys() & KEYS.keys():

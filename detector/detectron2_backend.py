@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from detector.backbones.resnet import BLOCKS_PER_STAGE
-from detector.config import C4_BACKBONE, FPN_BACKBONE, OUR_KEYS, STAGES, DetectorConfig, ResNetConfig, nest
+from detector.config import C4_BACKBONE, FPN_BACKBONE, OUR_KEYS, STAGES, DetectorConfig, ResNetConfig
 from detector.errors import MissingPackageError, UserError
 from detector.faster_rcnn import TwoStageDetector, pad_to_multiple
 from detector.roi_heads import CHUNK, AttributeHead, Detections, mask_maps
@@ -34,6 +34,7 @@ from detector.structures import (
     Loss,
     RoIFeatures,
 )
+from detector.yaml_tree import nest
 
 try:
     from detectron2.config import CfgNode, get_cfg

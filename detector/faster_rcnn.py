@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
-from detector.backbones.base import Block, blocks_to_compile, check_maps, recompute_activations
+from detector.backbones.base import blocks_to_compile, check_maps, recompute_activations
 from detector.boxes import are_valid, check_boxes, prepend, whole_image_boxes
 from detector.config import BACKBONES, DetectorConfig
 from detector.errors import UserError
@@ -271,7 +271,7 @@ class FasterRCNN(TwoStageDetector):
         recompute_activations(self, self.backbone)
 
     @override
-    def blocks_to_compile(self) -> list[Block]:
+    def blocks_to_compile(self) -> list[nn.Module]:
         return blocks_to_compile(self, self.backbone)
 
     @override

@@ -18,7 +18,7 @@ from msgspec import structs
 from torch import Tensor, nn
 from typing_extensions import override
 
-from detector.backbones.base import Backbone, Block, blocks_to_compile, recompute_activations
+from detector.backbones.base import Backbone, blocks_to_compile, recompute_activations
 from detector.backbones.layers import BatchStatistics, ConvNorm, FrozenBatchNorm2d, freeze
 from detector.backbones.resnet import BLOCKS_PER_STAGE, BasicStem, BottleneckBlock
 from detector.boxes import check_boxes, prepend, whole_image_boxes
@@ -137,7 +137,7 @@ class R2CNetwork(Detector):
         recompute_activations(self, self.backbone)
 
     @override
-    def blocks_to_compile(self) -> list[Block]:
+    def blocks_to_compile(self) -> list[nn.Module]:
         return blocks_to_compile(self, self.backbone)
 
     def forward(

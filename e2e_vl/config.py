@@ -162,6 +162,8 @@ class RunDetectorConfig(Config, frozen=True):
     weights: str | None = None  # published weights by name, a file or a folder to start from; None = random
     # what the weights must contain; the rest is initialised randomly
     expect: Literal["all", "no_attributes", "no_predictor", "backbone"] = "all"
+    # without `weights`, start from those that MODEL.TRANSFORMERS_BACKBONE.NAME names
+    backbone_weights: bool = True
     freeze: bool = False  # keep the initial weights and batch statistics of the whole detector
     # weight of the detection losses relative to the task's; 0 = not computed, and the RPN and box predictor are frozen
     loss_weight: NonNegativeFloat = 0.0

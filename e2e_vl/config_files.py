@@ -19,9 +19,10 @@ from typing import Any, Literal
 import msgspec
 import yaml
 
-from detector.config import DetectorConfig, merge
+from detector.config import DetectorConfig
 from detector.errors import MissingFileError, UserError, user_path
 from detector.io import decode_yaml, read_yaml, write_text
+from detector.yaml_tree import merge
 from detector.zoo import PublishedWeights, resolve_weights
 from e2e_vl.config import RunConfig, RunDetectorConfig
 from e2e_vl.registry import DATASETS, ENCODERS, TASKS

@@ -33,7 +33,8 @@ assert main(["ask", "--run", "demo", *words, "--output", "asked_demo"]) == 0
 [image, *_] = map(str, Path("data").rglob("*.jpg"))
 assert main(["ask", "--run", "runs/tiny_refcoco", "--image", image, "--text", "the circle", "--output", "asked"]) == 0
 for name in Path(sys.argv[1]).glob("e2e_vl/configs/detector/*.yaml"):
-    read_detector_config(RunDetectorConfig(config=f"detector/{name.stem}"))
+    if name.stem != "swin_T_FPN":  # of the hub
+        read_detector_config(RunDetectorConfig(config=f"detector/{name.stem}"))
 assert main(["extract", image, "--output", "found", "--config", "detector/tiny"]) == 0
 assert main(["reproduce", "vl_bert", "1", "base", "--dry-run"]) == 0
 """

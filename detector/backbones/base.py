@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
+from detector.checkpoint import LoadReport
 from detector.config import MapShape
 from detector.errors import UserError
 from detector.structures import FeatureMaps
@@ -31,6 +32,18 @@ class Block(nn.Module):
         return super().__call__(*inputs)
 
 
+class LibraryNetwork(abc.ABC):
+    """A module around a network of another library, which compiles and recomputes its layers in the library's way."""
+
+    @abc.abstractmethod
+    def library_blocks(self) -> list[nn.Module]:
+        """Return the modules that `train.torch_compile` compiles."""
+
+    @abc.abstractmethod
+    def recompute_library_blocks(self) -> None:
+        """Enable activation checkpointing, or raise a UserError if the library has none for this network."""
+
+
 class Backbone(nn.Module, abc.ABC):
     """Images -> feature maps. It is constructed with a `DetectorConfig`, and states its maps in a `BackboneSpec`."""
 
@@ -41,6 +54,10 @@ class Backbone(nn.Module, abc.ABC):
     @abc.abstractmethod
     def freeze_stages(self, count: int) -> None:
         """Freeze the first `count` stages (MODEL.BACKBONE.FREEZE_AT), see `freeze`; the constructor calls this."""
+
+    def load_published_weights(self) -> LoadReport | None:
+        """Load the weights that the network's own settings name; None: they name none."""
+        return None
 
 
 def check_maps(maps: FeatureMaps, shapes: dict[str, MapShape], pixels: Float[Tensor, "N 3 H W"], name: str) -> None:
@@ -69,12 +86,18 @@ def check_maps(maps: FeatureMaps, shapes: dict[str, MapShape], pixels: Float[Ten
             )
 
 
-def blocks_of(module: nn.Module) -> list[Block]:
+def blocks_of(module: nn.Module) -> list[nn.Module]:
     """Return the blocks in a module, in the order of its layers."""
-    return [block for block in module.modules() if isinstance(block, Block)]
+    blocks = []
+    for child in module.modules():
+        if isinstance(child, Block):
+            blocks.append(child)
+        elif isinstance(child, LibraryNetwork):
+            blocks += child.library_blocks()
+    return blocks
 
 
-def blocks_to_compile(detector: nn.Module, backbone: nn.Module) -> list[Block]:
+def blocks_to_compile(detector: nn.Module, backbone: nn.Module) -> list[nn.Module]:
     """Return the blocks of a detector, in its backbone and in the res5 stage of its RoI heads.
 
     Raises:
@@ -99,7 +122,11 @@ def recompute_activations(detector: nn.Module, backbone: nn.Module) -> None:
             f"The backbone {type(backbone).__name__} has no blocks whose activations can be recomputed; set "
             "train.activation_checkpointing to false."
         )
-    for block in blocks_of(detector):
+    for block in detector.modules():
+        if isinstance(block, LibraryNetwork):
+            block.recompute_library_blocks()
+        if not isinstance(block, Block):
+            continue
         if any(isinstance(norm, nn.BatchNorm2d) for norm in block.modules()):
             raise UserError(
                 "Activation checkpointing would update the running statistics of batch norms twice per batch; set "

@@ -10,6 +10,7 @@ from typing_extensions import override
 from detector.backbones.base import Backbone, check_maps
 from detector.backbones.layers import ConvNorm
 from detector.backbones.resnet import ResNet
+from detector.checkpoint import LoadReport
 from detector.config import DetectorConfig, MapShape
 from detector.structures import FeatureMaps
 
@@ -45,6 +46,10 @@ class FPN(Backbone):
     @override
     def freeze_stages(self, count: int) -> None:
         self.bottom_up.freeze_stages(count)
+
+    @override
+    def load_published_weights(self) -> LoadReport | None:
+        return self.bottom_up.load_published_weights()
 
     @override
     def forward(self, pixels: Float[Tensor, "N 3 H W"]) -> FeatureMaps:

@@ -17,6 +17,7 @@ from typing_extensions import override
 from detector.config import NORM_EPS
 
 GROUPS = 32  # of GroupNorm (Wu & He, section 4.1)
+LAYER_NORM_EPS = 1e-6  # as in Detectron2
 BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)  # `SyncBatchNorm` of this module is a BatchNorm2d
 
 
@@ -81,8 +82,9 @@ class FrozenBatchNorm2d(nn.Module):
 def make_norm(name: str, channels: int) -> nn.Module:
     """Make a normalisation layer for `channels` channels.
 
-    `name`: FrozenBN (a fixed affine map), BN, SyncBN (statistics over all processes) or GN (32 groups; if 32 does not
-    divide `channels`, their greatest common divisor, where Detectron2 raises an error).
+    `name`: FrozenBN (a fixed affine map), BN, SyncBN (statistics over all processes), LN (over the channels of each
+    cell) or GN (32 groups; if 32 does not divide `channels`, their greatest common divisor, where Detectron2 raises an
+    error).
     """
     if name == "FrozenBN":
         norm = FrozenBatchNorm2d(channels, eps=NORM_EPS)
@@ -92,6 +94,10 @@ def make_norm(name: str, channels: int) -> nn.Module:
         return nn.BatchNorm2d(channels)
     if name == "SyncBN":
         return SyncBatchNorm(channels)
+    if name == "LN":
+        from torchvision.models.convnext import LayerNorm2d  # late: torchvision imports the compiler
+
+        return LayerNorm2d(channels, eps=LAYER_NORM_EPS)
     return nn.GroupNorm(math.gcd(GROUPS, channels), channels)
 
 
@@ -108,6 +114,13 @@ class BatchStatistics(nn.BatchNorm2d):
 
 def freeze(module: nn.Module, norm: type[FrozenBatchNorm2d] | type[BatchStatistics] = FrozenBatchNorm2d) -> None:
     """Disable the gradients of a module and convert its batch norms to `norm`, like Detectron2's `freeze`."""
+    freeze_norms(module, norm)
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+
+
+def freeze_norms(module: nn.Module, norm: type[FrozenBatchNorm2d] | type[BatchStatistics] = FrozenBatchNorm2d) -> None:
+    """Convert the batch norms in a module to `norm`."""
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, BATCH_NORMS):
@@ -115,8 +128,6 @@ def freeze(module: nn.Module, norm: type[FrozenBatchNorm2d] | type[BatchStatisti
                 if not child.weight.is_meta:  # meta tensors have no values
                     frozen.load_state_dict(child.state_dict())
                 setattr(parent, name, frozen)
-    for parameter in module.parameters():
-        parameter.requires_grad_(False)
 
 
 # (feature maps of the images, stride on the RoI maps) -> RoI maps [J, channels, S, S]

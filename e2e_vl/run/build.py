@@ -21,6 +21,7 @@ from detector import checkpoint as detector_checkpoint
 from detector.checkpoint import LoadReport, load_checkpoint
 from detector.config import SelectionRule
 from detector.errors import MissingFileError, UserError, user_path
+from detector.faster_rcnn import FasterRCNN
 from detector.images import ResizeRule
 from detector.io import write_json
 from detector.structures import Detector
@@ -251,7 +252,7 @@ def build_model_without_weights(config: RunConfig, vocab_size: int) -> VisionLan
     backend = "builtin" if config.detector.backend == "detectron2" else config.detector.backend
     bare = replace(
         config,
-        detector=replace(config.detector, weights=None, backend=backend),
+        detector=replace(config.detector, weights=None, backbone_weights=False, backend=backend),
         encoder=replace(config.encoder, weights=None, fallback_weights=None),
         task=replace(config.task, weights=None, fallback_weights=None),
         phrases=replace(config.phrases, weights=None),
@@ -294,7 +295,7 @@ def build_detector(
     on_init: Callable[[InitialWeights], None] = log_initial_weights,
     class_names: Sequence[str] | None = None,
 ) -> Detector:
-    """Build the detector with random weights or those of `detector.weights`.
+    """Build the detector with random weights or those of `detector.weights`, or with those that its backbone names.
 
     Args:
         on_init: gets the report of the weights that were loaded.
@@ -312,6 +313,10 @@ def build_detector(
     if settings.weights is not None:
         report = load_checkpoint(detector, settings.weights, expect=settings.expect)
         on_init(InitialWeights("detector", settings.weights, report))
+    elif settings.backbone_weights and isinstance(detector, FasterRCNN):
+        report = detector.backbone.load_published_weights()
+        if report is not None:
+            on_init(InitialWeights("detector", detector_config.transformers.name, report))
     return detector
 
 

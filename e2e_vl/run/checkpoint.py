@@ -133,7 +133,7 @@ def load_model(
     )
     tokenizer = load_tokenizer(str(folder / "tokenizer"))
     # the returned settings keep detector.weights: `proposes_at_random` needs it
-    unloaded = replace(config, detector=replace(config.detector, weights=None))
+    unloaded = replace(config, detector=replace(config.detector, weights=None, backbone_weights=False))
     num_classes = read_detector_config(unloaded.detector).roi_heads.num_classes
     class_names = read_class_names(folder / "detector", num_classes)
     model = build_model(unloaded, vocab_size=len(tokenizer), tokenizer=tokenizer, class_names=class_names)

@@ -25,9 +25,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
-from detector.config import DetectorConfig, merge
+from detector.config import DetectorConfig
 from detector.errors import UserError
 from detector.io import atomic_file, decode_yaml, read_json, write_text
+from detector.yaml_tree import merge
 from e2e_vl.config import DataConfig, EncoderConfig, RunConfig, TaskConfig
 from e2e_vl.config_files import differences
 from e2e_vl.io import file_name, read_log, read_text

@@ -24,11 +24,12 @@ from detector.backbones.layers import (
     make_norm,
 )
 from detector.backbones.resnet import Res5, ResNet
-from detector.config import BACKBONES, BackboneEntry, DetectorConfig, MapShape, ResNetConfig, ResNetSpec, flatten
+from detector.config import BACKBONES, BackboneEntry, DetectorConfig, MapShape, ResNetConfig, ResNetSpec
 from detector.errors import UserError
 from detector.faster_rcnn import FasterRCNN
 from detector.roi_pooler import align_rois
 from detector.structures import ImageBatch
+from detector.yaml_tree import flatten
 from tests.detector import published
 
 TINY = ResNetConfig(depth=18, norm="BN", width_per_group=4, stem_out_channels=8, res2_out_channels=16, freeze_at=0)

@@ -8,22 +8,15 @@ from typing import Any
 import pytest
 import yaml
 
-from detector.config import (
-    KEYS,
-    OUR_KEYS,
-    AttributeConfig,
-    DetectorConfig,
-    InputConfig,
-    ResNetConfig,
-    flatten,
-    load_tree,
-)
+from detector.config import KEYS, OUR_KEYS, AttributeConfig, DetectorConfig, InputConfig, ResNetConfig
 from detector.errors import UserError
+from detector.yaml_tree import flatten, load_tree
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "detector").glob("*.yaml"))
+ON_HUB = ("swin_T_FPN",)  # reading it needs the hub, see test_auto_backbone.py
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [path for path in CONFIGS if path.stem not in ON_HUB], ids=lambda path: path.stem)
 def test_shipped_configs_are_read_and_written_back(path: Path):
     config = DetectorConfig.from_yaml(path)
     assert DetectorConfig.from_yaml(yaml.safe_load(config.to_yaml())) == config
@@ -122,7 +115,7 @@ def test_a_detector_of_the_model_zoo():
         ({"BACKBONE__NAME": "build_retinanet_resnet_fpn_backbone"}, "MODEL.BACKBONE.NAME"),
         ({"ROI_HEADS__NAME": "Res5ROIHeads"}, "Res5ROIHeads needs MODEL.BACKBONE.NAME"),
         ({"FPN__IN_FEATURES": ["res3", "res4", "res5"]}, "MODEL.RPN.IN_FEATURES"),
-        ({"FPN__NORM": "LN"}, "MODEL.FPN.NORM"),
+        ({"FPN__NORM": "IN"}, "MODEL.FPN.NORM"),
         ({"ROI_HEADS__IN_FEATURES": ["p2", "p4"]}, "MODEL.ROI_HEADS.IN_FEATURES"),
         ({"ROI_HEADS__IN_FEATURES": ["p3", "p2"]}, "MODEL.ROI_HEADS.IN_FEATURES"),
         ({"ROI_BOX_HEAD__NUM_FC": 1, "ROI_BOX_HEAD__REGION_FEATURE": "fc7"}, "REGION_FEATURE fc7"),

@@ -15,7 +15,7 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from detector import roi_heads
 from detector.checkpoint import load_weights
-from detector.config import AnchorConfig, DetectorConfig, flatten, load_tree
+from detector.config import AnchorConfig, DetectorConfig
 from detector.errors import UserError
 from detector.faster_rcnn import FasterRCNN
 from detector.images import make_image_batch, normalise_images
@@ -23,6 +23,7 @@ from detector.roi_pooler import to_rois
 from detector.rpn import AnchorGenerator, make_cell_anchors
 from detector.structures import DetectionTargets, ImageBatch, Regions, evaluation_mode
 from detector.weight_names import from_torchvision_detector
+from detector.yaml_tree import flatten, load_tree
 from detector.zoo import PUBLISHED
 
 NUM_CLASSES, NUM_ATTRIBUTES = 4, 5

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torchvision.ops import roi_align
 
-from detector.config import DetectorConfig, flatten
+from detector.config import DetectorConfig
 from detector.roi_pooler import RoIPooler, align_rois, assign_levels, to_rois
+from detector.yaml_tree import flatten
 from tests.detector import published
 
 

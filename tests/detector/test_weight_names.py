@@ -16,10 +16,11 @@ from torchvision.models import detection
 from torchvision.ops.misc import FrozenBatchNorm2d
 
 from detector.checkpoint import load_checkpoint, save_weights
-from detector.config import DetectorConfig, flatten, load_tree
+from detector.config import DetectorConfig
 from detector.errors import UserError
 from detector.faster_rcnn import FasterRCNN
 from detector.weight_names import CELL_ANCHORS, fold_norms, from_torchvision_detector, match_ends
+from detector.yaml_tree import flatten, load_tree
 from detector.zoo import PUBLISHED
 from tests.detector import published
 

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from detector.checkpoint import load_checkpoint
-from detector.config import DetectorConfig, flatten
+from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.structures import PrecomputedDetector
+from detector.yaml_tree import flatten
 from e2e_vl.encoders.vl_bert import PretrainedVLBertConfig, VLBertModel
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.tasks.config import VCRConfig, VQAConfig
