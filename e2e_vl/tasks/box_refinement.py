@@ -1,9 +1,8 @@
 """Box refinement, in addition to any task: moves the regions onto the objects that texts name.
 
 The deltas are those of Detectron2's class-agnostic box head (parametrisation, weights and initialisation), computed
-from the last hidden state of each region and from its feature. (From the hidden state alone they are learned far later:
-it must first learn to pass on where the object lies in the region, see docs/refinement.md.) So the answer is no longer
-bounded by the proposals.
+from the last hidden state of each region and from its feature. (From the hidden state alone they are learned later, see
+docs/refinement.md.) So the answer is no longer bounded by the proposals.
 
 Shape legend: see `e2e_vl/structures.py`; and here
     B   boxes that the texts of the batch name
