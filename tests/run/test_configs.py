@@ -32,7 +32,11 @@ def is_run(path: Path) -> bool:
 
 
 RUNS = [path for path in FILES if is_run(path)]
-DETECTORS = [path for path in FILES if path.parent.name == "detector"]
+DETECTORS = [
+    path
+    for path in FILES
+    if path.parent.name == "detector" and "TRANSFORMERS_BACKBONE" not in path.read_text("utf-8")  # read from the hub
+]
 ACCELERATE = [path for path in FILES if path.parent.name == "accelerate"]
 
 
