@@ -126,7 +126,8 @@ def make_config(settings: dict[str, Any]) -> PreTrainedConfig:
     try:
         return config_class(**{key: value for key, value in settings.items() if key != "model_type"})
     except Exception as error:  # each configuration has checks of its own
-        raise UserError(f"{NETWORK_CONFIG}: {model_type} refuses its settings ({first_line(error)}).") from error
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise UserError(f"{NETWORK_CONFIG}: {model_type} refuses its settings ({reason}).") from error
 
 
 def read_config(name: str) -> dict[str, Any]:
@@ -338,7 +339,8 @@ class TransformersBackbone(Backbone, LibraryNetwork):
 
     MODEL.RESNETS.NORM: FrozenBN fixes its batch norms, if it has any, and BN trains them. FREEZE_AT 1 freezes the stem
     (the patch embeddings of a ViT), 2 also the first stage (the first quarter of a ViT's layers), 5 the whole network.
-    Parameters that no map depends on are frozen, because all others must get a gradient in each step.
+    Parameters that no map depends on are frozen, because all others must get a gradient in each step. Stages after the
+    last map are computed, too.
     """
 
     def __init__(self, config: DetectorConfig, map_names: tuple[str, ...] | None = None) -> None:

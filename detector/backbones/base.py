@@ -122,14 +122,14 @@ def recompute_activations(detector: nn.Module, backbone: nn.Module) -> None:
             f"The backbone {type(backbone).__name__} has no blocks whose activations can be recomputed; set "
             "train.activation_checkpointing to false."
         )
-    for block in detector.modules():
-        if isinstance(block, LibraryNetwork):
-            block.recompute_library_blocks()
-        if not isinstance(block, Block):
-            continue
+    for block in blocks_of(detector):
         if any(isinstance(norm, nn.BatchNorm2d) for norm in block.modules()):
             raise UserError(
                 "Activation checkpointing would update the running statistics of batch norms twice per batch; set "
                 "MODEL.RESNETS.NORM to FrozenBN or GN, or disable train.activation_checkpointing."
             )
-        block.recompute = True
+    for module in detector.modules():
+        if isinstance(module, LibraryNetwork):
+            module.recompute_library_blocks()
+        elif isinstance(module, Block):
+            module.recompute = True
