@@ -87,7 +87,7 @@ def complete_settings(flat: dict[str, Any]) -> dict[str, Any]:
     for key in INPUT_KEYS:
         if key not in flat and key not in input_settings:
             network = name or network_config.model_type
-            raise UserError(f"{key} must be stated, because {network} has no image processor that states it.")
+            raise UserError(f"{key} must be stated, because no image processor of {network} was found.")
     for key, value in input_settings.items():
         if key in flat and not _are_close(flat[key], value):
             raise UserError(f"{key} {flat[key]} is not that of {name}, whose image processor has {value}; remove it.")

@@ -377,7 +377,7 @@ def test_pixels_are_those_of_the_image_processor_or_are_stated(tmp_path: Path):
     unknown = publish(tmp_path / "unknown", SwinConfig(**WINDOWED), has_processor=False)
     tree = fpn_tree({"NAME": str(unknown)})
     assert DetectorConfig.from_yaml(tree).input.pixel_mean == (120, 110, 100)
-    with pytest.raises(UserError, match=r"INPUT.FORMAT must be stated, because .*unknown has no image processor"):
+    with pytest.raises(UserError, match=r"INPUT.FORMAT must be stated, because no image processor of .*unknown was"):
         DetectorConfig.from_yaml(without_pixels(tree))
 
 
