@@ -272,7 +272,7 @@ def _map_shapes(network: PreTrainedModel, height: int, width: int) -> list[tuple
         for feature_map in network(torch.empty(1, 3, height, width, device="meta")).feature_maps:
             batch, channels, rows, columns = feature_map.shape
             shapes.append((batch, channels, rows, columns))
-    except Exception as error:  # of any kind
+    except Exception as error:  # a network refuses a size in a way of its own
         raise UserError(
             f"{NETWORK_CONFIG}: {network.config.model_type} gives no maps of images of any size ({first_line(error)})."
         ) from error
@@ -322,7 +322,9 @@ def stages_of(network: PreTrainedModel) -> list[nn.Module]:
 
 def stem_of(network: PreTrainedModel) -> list[nn.Module]:
     """Return the embeddings before the first stage, with parameters; none if they are part of the stage."""
-    in_stages = {module for stage in stages_of(network) for module in stage.modules()}
+    in_stages: set[nn.Module] = set()
+    for stage in stages_of(network):
+        in_stages.update(stage.modules())
     modules = []
     for name, module in network.named_modules():
         is_stem = name.rpartition(".")[2].startswith(("embed", "stem"))

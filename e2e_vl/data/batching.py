@@ -385,7 +385,7 @@ def _phrase_matches(texts: Sequence[EncodedText]) -> Tensor | None:
     slots = max(map(len, matches), default=0)
     if not slots:
         return None
-    most_boxes = max(len(rows) for text_matches in matches for rows in text_matches)
+    most_boxes = max(map(len, itertools.chain.from_iterable(matches)))
     result = torch.zeros(len(texts), slots, max(most_boxes, 1), 2)
     for number, text_matches in enumerate(matches):
         for slot, rows in enumerate(text_matches):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from detector.errors import UserError
@@ -59,7 +61,7 @@ def score_phrases(
         "true box, which do not count"
     )
     report.measures = measure_phrases(texts, predictions, options.resamples)
-    if max(len(boxes) for phrases in predictions for boxes in phrases) <= 1:
+    if max(map(len, itertools.chain.from_iterable(predictions))) <= 1:
         report.lines.append("the file has one box per phrase, so R@5, R@10 and the upper bound are unknown")
     add_measures(options, report)
     return texts, predictions
@@ -69,7 +71,7 @@ def find_scale(
     options: ScoreOptions, texts: list[TrueText], corners: list[list[np.ndarray]], *, is_pixels: bool
 ) -> str:
     """Return the scale of all boxes of a file; `is_pixels`: its format says so."""
-    all_corners = np.concatenate([boxes for phrases in corners for boxes in phrases])
+    all_corners = np.concatenate(list(itertools.chain.from_iterable(corners)))
     box_counts = [sum(map(len, phrases)) for phrases in corners]
     all_sizes = np.repeat(np.array([text.size for text in texts]), box_counts, axis=0)
     return choose_scale(all_corners, all_sizes, is_pixels, str(options.predictions))

@@ -143,7 +143,8 @@ class MDETRWriter(_GroundingWriter):
             link_image(scene.image_file, folder / "vg" / values["file_name"])
         text = ""
         targets: list[tuple[int, list[tuple[int, int]]]] = []
-        for reference, parts in zip(scene.references, scene.drawn.expressions, strict=False):
+        expressions = scene.drawn.expressions[: len(scene.references)]  # others have no target
+        for reference, parts in zip(scene.references, expressions, strict=True):
             sentence, phrases = _spell(parts)
             if text:
                 text += " "
