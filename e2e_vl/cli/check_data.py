@@ -343,7 +343,7 @@ class SplitReader:
         if data.synthetic.scenes:  # synthetic images have the file names of COCO images
             ids = self.id_lookup.in_namespace(f"drawn in {data.root}", image.id)
         else:
-            ids = self.id_lookup.of_image(image.id, file, dataset.id_namespace, image.image_aliases)
+            ids = self.id_lookup.of_sample_image(image, dataset.id_namespace)
         self.global_ids[image.key] = ids
         if file is not None and self.config.detector.backend != "precomputed":
             self.sizes[image.key] = self._file_size(image, file)

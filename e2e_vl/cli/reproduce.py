@@ -96,6 +96,7 @@ class Paper(Config, frozen=True):
     tables: dict[str, dict[str, Row]]  # table or figure -> name of the row -> row
     files: dict[str, PublishedFile]
     differs: tuple[str, ...] = ()  # in all rows
+    compare: tuple[str, ...] = ()  # results of other models, with their source
 
 
 class Chain:
@@ -241,6 +242,8 @@ class Chain:
         yield f"{self.name}: {self.row.title}"
         for name, number in self.row.numbers.items():
             yield f"  {name} {number.text}: {number.metric or 'the file for a server'} of {number.step}"
+        for result in self.paper.compare:
+            yield f"compare: {result}"
         yield from self.describe_steps(with_estimate=with_estimate)
 
     def describe_steps(self, *, with_estimate: bool = False) -> Iterator[str]:
@@ -392,6 +395,8 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
             for name, row in rows_of_table.items():
                 numbers = ", ".join(f"{key} {number.text}" for key, number in row.numbers.items())
                 print(f"{table:10s} {name:20s} {row.title}: {numbers}")
+        for result in paper.compare:
+            print(f"compare: {result}")
         return 0
     rows: dict[str, Row] = {}
     for rows_of_table in tables.values():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+import logging
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,13 @@ from e2e_vl.data.base import (
 )
 from e2e_vl.data.config import JoinedDatasetConfig, JoinedMemberConfig
 from e2e_vl.data.image_loader import BoxReader, open_boxes_of
+from e2e_vl.data.overlap import GlobalImageId, ImageIdLookup
 from e2e_vl.data.tables import TextGroups
 from e2e_vl.io import read_text, require_unique
 from e2e_vl.registry import DATASETS
 from e2e_vl.samples import ImageKey, Sample, SampleImage, SampleText, TextPool
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -74,12 +78,18 @@ class JoinedDataset(VLDataset):
         counts: list[int] = []
         splits_of: dict[type[VLDataset], list[JoinedSplit]] = {}
         located_images_of: dict[type[VLDataset], list[tuple[ImageKey, str]]] = {}
+        held_out_ids = self._held_out_ids(files, options) if needs.training else set()
+        left_out_images: list[str] = []  # of each part: how many, and of how many
         for name, part, part_files, part_options in self._parts_of(files, options, split):
             kind = DATASETS[part.name].cls
             check_boxes_source(kind, name, needs.boxes)
             dataset = kind(part_files, part_options, part.splits[split], needs)
             box_reader = open_boxes_of(dataset, part_files.settings, needs.boxes)
             groups, images = _select_groups(name, part, dataset, files.root)
+            if held_out_ids:
+                num_groups = len(groups)
+                groups, images = _leave_out(name, part, dataset, groups, images, held_out_ids)
+                left_out_images.append(f"{num_groups - len(groups):,} of the {num_groups:,} images of {name}")
             if box_reader is not None:
                 box_reader.require_images(images, f"{split} of {name}")
             splits = splits_of.setdefault(kind, [])
@@ -96,6 +106,9 @@ class JoinedDataset(VLDataset):
             numbers.append(self.starts[-1] + np.searchsorted(ascending, texts))
             counts += map(len, groups)
             self.starts.append(self.starts[-1] + len(texts))
+        if held_out_ids:
+            held_out = ", ".join(options.held_out_splits)
+            logger.info("Training leaves out images that are in %s: %s.", held_out, ", ".join(left_out_images))
         for kind, splits in splits_of.items():  # other kinds may name the same locations in other ways
             require_distinct_ids(located_images_of[kind], splits)
         self.groups = TextGroups(np.concatenate(numbers), counts)
@@ -131,6 +144,19 @@ class JoinedDataset(VLDataset):
             )
             part_files, part_options = open_options(kind, settings)
             yield name, part, part_files, part_options
+
+    @classmethod
+    def _held_out_ids(cls, files: DataFiles, options: JoinedDatasetConfig) -> set[GlobalImageId]:
+        """Return the ids of the images of `held_out_splits`, which training leaves out."""
+        held_out_ids: set[GlobalImageId] = set()
+        for held_out_split in options.held_out_splits:
+            for name, part, part_files, part_options in cls._parts_of(files, options, held_out_split):
+                needs = DataNeeds(BoxSource.ONLINE)
+                dataset = DATASETS[part.name].cls(part_files, part_options, part.splits[held_out_split], needs)
+                groups, _ = _select_groups(name, part, dataset, files.root)
+                for ids in _global_ids(part, dataset, groups):
+                    held_out_ids |= ids
+        return held_out_ids
 
     @classmethod
     @override
@@ -295,3 +321,38 @@ def _select_groups(
             f"{', '.join(image_ids[:1]) or 'those of a data set that lists its images'}"
         )
     return [dataset.groups[row] for row in rows], [images[row] for row in rows]
+
+
+def _leave_out(
+    name: str,
+    part: JoinedMemberConfig,
+    dataset: VLDataset,
+    groups: Sequence[Sequence[int]],
+    images: Sequence[ImageKey],
+    held_out_ids: set[GlobalImageId],
+) -> tuple[Sequence[Sequence[int]], list[ImageKey]]:
+    """Return the groups of a part without those that have a held-out image, and their images (empty if unknown)."""
+    rows = []
+    for row, ids in enumerate(_global_ids(part, dataset, groups)):
+        if held_out_ids.isdisjoint(ids):
+            rows.append(row)
+    if not rows:
+        raise UserError(
+            f"data.config.datasets.{name}: no image is left, because all are in the splits of held_out_splits; remove "
+            "this data set or those splits"
+        )
+    return [groups[row] for row in rows], [images[row] for row in rows if images]
+
+
+def _global_ids(
+    part: JoinedMemberConfig, dataset: VLDataset, groups: Iterable[Sequence[int]]
+) -> Iterator[set[GlobalImageId]]:
+    """Yield the ids of the images of each group in all data sets, and in the image set of the part."""
+    lookup = ImageIdLookup()
+    for texts in groups:
+        ids: set[GlobalImageId] = set()
+        for image in dataset.sample(texts[:1]).images if len(texts) else ():
+            ids.update(lookup.of_sample_image(image, dataset.id_namespace))
+            if part.images is not None:
+                ids.add(GlobalImageId(f"images: {part.images}", image.id))
+        yield ids

@@ -190,3 +190,7 @@ class JoinedDatasetConfig(Config, frozen=True):
     """Several data sets whose samples are joined into one."""
 
     datasets: dict[str, JoinedMemberConfig] = {}  # the names are used in messages
+    # splits of the run whose images are left out of training, such as the test splits of all parts. Images are the same
+    # if their parts have the same `images`, or by their ids in COCO, Visual Genome or Flickr (e2e_vl/data/overlap.py);
+    # an image of Visual Genome that is also in COCO is not recognised
+    held_out_splits: list[str] = []

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from detector.errors import UserError
 from detector.io import read_json
 from e2e_vl.io import Id, Name, Record, read_text
+from e2e_vl.samples import SampleImage
 
 COCO = "coco"
 VISUAL_GENOME = "vg"
@@ -89,6 +90,11 @@ class ImageIdLookup:
             return tuple(dict.fromkeys(ids))
         name = image_id if file is None else str(file.absolute())
         return (GlobalImageId("file", name),)
+
+    def of_sample_image(self, image: SampleImage, namespace: str | None) -> tuple[GlobalImageId, ...]:
+        """Return all global ids of an image of a data set with the `VLDataset.id_namespace` `namespace`."""
+        file = image.file if isinstance(image.file, Path) else None
+        return self.of_image(image.id, file, namespace, image.image_aliases)
 
     def in_namespace(self, namespace: str, name: str) -> tuple[GlobalImageId, ...]:
         """Return all global ids of the image that has a name in a namespace."""

@@ -186,6 +186,9 @@ def test_half_of_the_epochs_have_half_of_the_steps_and_the_same_shares_of_them(t
 def test_rows_are_listed_and_unknown_ones_refused(capsys):
     assert main(["vl_bert", "1"]) == 0
     assert "Q->AR val 55.2" in capsys.readouterr().out
+    assert main(["grounding"]) == 0
+    printed = capsys.readouterr().out
+    assert "refined boxes: val –" in printed and "compare: MDETR" in printed
     assert main(["vl_bert", "1", "nothing"]) == main(["no_paper"]) == 2
     assert "no such row" in capsys.readouterr().err
     assert main(["vl_bert", "base"]) == 2, "a row without its table"

@@ -17,14 +17,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import BertConfig, BertForPreTraining
+from transformers import BertConfig, BertForPreTraining, SwinConfig, SwinForImageClassification, ViTImageProcessor
 
 from e2e_vl.cli.main import main
 from e2e_vl.cli.reproduce import PAPERS, Chain, read_paper
-from e2e_vl.config import RunConfig
+from e2e_vl.config import BoxSource, RunConfig
 from e2e_vl.config_files import load_config
 from e2e_vl.data.features import RegionFeatures, write_tsv
-from e2e_vl.run.build import build_detector, read_training_texts
+from e2e_vl.data.refcoco import read_refs
+from e2e_vl.run.build import build_detector, open_split, read_training_texts
 from e2e_vl.run.train import train
 from e2e_vl.synthetic import lxmert
 from e2e_vl.synthetic.conceptual import FEATURE_DIM
@@ -79,6 +80,14 @@ LINKS = {  # path in DATA -> file or folder of the synthetic data
     "coco/val2014": "images/train2014",
     "flickr30k/Flickr30kEntities/Sentences": "flickr30k/Sentences",
     "flickr30k/Flickr30kEntities/Annotations": "flickr30k/Annotations",
+    "flickr30k/flickr30k_images": "images/train2014",
+    "coco/annotations/instances_train2014.json": "refcoco+/instances.json",  # of all splits
+    "coco/annotations/instances_val2014.json": "detection/instances_val.json",
+    "refcoco": "refcoco+",
+    "refcocog/instances.json": "refcoco+/instances.json",
+    "refcocog/refs(umd).p": "refcoco+/refs(unc).p",
+    "mdetr_annotations": "mdetr",
+    "gqa/images": "mdetr/vg",
 }
 BERT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
 DETECTORS = {  # path of published weights in DATA -> a run with that detector
@@ -87,6 +96,13 @@ DETECTORS = {  # path of published weights in DATA -> a run with that detector
 }
 BERTS = ("bert-base-uncased", "bert-large-uncased")
 RESNETS = {"DEPTH": 18, "STEM_OUT_CHANNELS": 8}
+SWIN = {"embed_dim": 8, "depths": [1, 1, 1, 1], "num_heads": [1, 1, 2, 2], "window_size": 4}
+ON_SWIN = {  # Detectron2's keys of a narrow detector on it, with the classes of the scenes
+    "FPN": {"OUT_CHANNELS": 8},
+    "RPN": {"POST_NMS_TOPK_TRAIN": 24, "POST_NMS_TOPK_TEST": 12},
+    "ROI_HEADS": {"NUM_CLASSES": 6, "BATCH_SIZE_PER_IMAGE": 12},
+    "ROI_BOX_HEAD": {"FC_DIM": 16},
+}
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
@@ -115,6 +131,8 @@ def data(tmp_path_factory) -> Path:
     write_visual_bert_features(folder)
     vocabulary = [read_training_texts(tiny(name, folder)) for name in ("pretraining", "vqa", "refcoco", "vcr")]
     build_vocabulary([text for texts in vocabulary for text in texts], folder / "bert" / "vocab.txt")
+    SwinForImageClassification(SwinConfig(**SWIN)).save_pretrained(folder / "swin")
+    ViTImageProcessor().save_pretrained(folder / "swin")
     size = len(load_tokenizer(folder / "bert"))
     BertForPreTraining(BertConfig(vocab_size=size, **BERT)).save_pretrained(folder / "bert")
     for name, run in DETECTORS.items():
@@ -185,6 +203,8 @@ def shrunk(config: RunConfig, data: Path) -> RunConfig:
     width = (lxmert.FEATURE_DIM if config.encoder.name == "lxmert" else FEATURE_DIM) // 8
     resnets = RESNETS | {"RES2_OUT_CHANNELS": width, "WIDTH_PER_GROUP": width // 4}
     model = config.detector.overrides.get("MODEL", {}) | {"RESNETS": resnets}
+    if "swin" in config.detector.config:
+        model = ON_SWIN | {"TRANSFORMERS_BACKBONE": {"NAME": str(data / "swin")}}
     if config.detector.backend == "r2c":
         model["R2C"] = model.get("R2C", {}) | {"MASK_CHANNELS": 8, "CANVAS": [48, 64]}
     return replaced(
@@ -194,6 +214,7 @@ def shrunk(config: RunConfig, data: Path) -> RunConfig:
         task={"config": task, **starts["task"]},
         data={"vocabulary": bert, "resize": {"short_edge": [48], "long_edge": 64}, "canvas": None, "workers": 0,
               "synthetic": {}},
+        phrases={"layer": min(config.phrases.layer, 1)},
         train={"images_per_batch": 2, "gradient_accumulation_steps": 1, "max_steps": 1, "epochs": 1.0,
                "warmup_steps": 0, "mixed_precision": "no", "trackers": []},
         eval={"every_epochs": 0.01 if config.train.metric_for_best_model else 0, "images_per_batch": 4,
@@ -242,3 +263,17 @@ def test_every_chain_of_a_paper_runs(name, data, tmp_path, monkeypatch, capsys):
                 if number.metric and "grounding" not in number.metric:  # no head of a tiny encoder is active
                     assert 0 <= chain.measured(number) <= 100
     assert len(ran) > 1
+
+
+@pytest.mark.parametrize(
+    ("name", "splits"), [("detector", {"train", "pretrain", "detector"}), ("three_sets", {"train"})]
+)
+def test_grounding_is_trained_on_no_photo_of_a_validation_or_test_split(name, splits, data, monkeypatch):
+    """The detector's file of instances has the photos of all splits."""
+    monkeypatch.chdir(ROOT)
+    config = shrunk(load_config(f"configs/grounding/{name}.yaml", [f"data.root={data}"]), data)
+    dataset = open_split(config, "train", BoxSource.ONLINE, training=True)
+    trained_files = {dataset.sample(group[:1]).images[0].file.name for group in dataset.groups}
+    refs = read_refs(data / "refcoco+" / "refs(unc).p")
+    image_ids = {ref.image_id for ref in refs if ref.split in splits}
+    assert trained_files == {f"COCO_train2014_{image_id:012}.jpg" for image_id in image_ids}

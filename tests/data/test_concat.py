@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,43 @@ def test_images_may_be_left_out(settings, name, change, selected):
     some.write_text("photo_7")
     with refused(f"datasets.{name}", "no image is left", "such as 7"):
         opened(changed(settings, name, only_images="some.txt", without_images=None))
+
+
+def referring(tiny: TinyRefCOCO, images: str | None, **splits: str) -> dict[str, Any]:
+    """A part with the expressions about the photos 7 and 3 (train), 9 (testA and testB)."""
+    files = {"images": str(tiny.images_root), "instances": str(tiny.instances_file), "refs": str(tiny.refs_file)}
+    return {"name": "refcoco", "splits": splits, "files": files, "images": images}
+
+
+@pytest.mark.parametrize("images", ["photos", None])
+def test_images_of_held_out_splits_are_left_out_of_training(settings, tiny, images, caplog):
+    """They are the same images by the name of their set, or by their files."""
+    parts = msgspec.to_builtins(settings.config.datasets)
+    parts["said"]["images"] = images
+    parts = {"said": parts["said"], "referring": referring(tiny, images, train="train", test="testA", other="testB")}
+    config = {"datasets": parts, "held_out_splits": ["test", "other"]}
+    held_out = DataConfig(name="joined", root=settings.root, config=config)
+    caplog.set_level(logging.INFO, logger="e2e_vl.data.concat")
+    dataset = opened(held_out)
+    ids = [dataset.sample(group).images[0].id.rpartition("/")[2] for group in dataset.groups]
+    assert ids == ["7", "3", "7", "3"]
+    assert sorted(text for group in dataset.groups for text in group) == list(range(len(dataset)))
+    [record] = caplog.records
+    assert record.getMessage() == (
+        "Training leaves out images that are in test, other: 1 of the 3 images of said, 0 of the 2 images of referring."
+    )
+    caplog.clear()
+    evaluated = open_dataset(JoinedDataset, held_out, "test", "online", training=False)
+    assert len(evaluated.groups) == 1 and not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("held_out_split", "messages"), [("train", ("referring", "held_out_splits")), ("tset", ("the split tset",))]
+)
+def test_held_out_splits_that_leave_nothing_or_are_unknown(settings, tiny, held_out_split, messages):
+    config = {"datasets": {"referring": referring(tiny, None, train="train")}, "held_out_splits": [held_out_split]}
+    with refused(*messages):
+        opened(DataConfig(name="joined", root=settings.root, config=config))
 
 
 def test_each_part_reads_boxes_of_its_own(settings, tiny):

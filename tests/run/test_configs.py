@@ -24,6 +24,8 @@ from tests.run.runs import ROOT
 
 FILES = sorted((ROOT / "configs").rglob("*.yaml"))
 VOCABULARY = 1000
+PIXEL_MEAN = [123.675, 116.28, 103.53]  # of ImageNet
+PIXEL_STD = [58.395, 57.12, 57.375]
 
 
 def is_run(path: Path) -> bool:
@@ -81,7 +83,18 @@ def without_files(config: RunConfig, answers: int = 2) -> RunConfig:
         encoder=replace(config.encoder, weights=None),
         task=replace(config.task, weights=None, fallback_weights=None, config=task),
         phrases=replace(config.phrases, weights=None),
+        box_refinement=replace(config.box_refinement, weights=None),
     )
+
+
+def without_hub(config: RunConfig) -> RunConfig:
+    """Settings of a Swin-T that are those of the hub, without the hub."""
+    if "swin" not in config.detector.config:
+        return config
+    swin = {"NAME": "", "CONFIG": {"model_type": "swin"}}
+    overrides = {"MODEL": {"TRANSFORMERS_BACKBONE": swin, "PIXEL_MEAN": PIXEL_MEAN, "PIXEL_STD": PIXEL_STD}}
+    detector = msgspec.structs.replace(config.detector, overrides=overrides | {"INPUT": {"FORMAT": "RGB"}})
+    return msgspec.structs.replace(config, detector=detector)
 
 
 @pytest.fixture
@@ -98,7 +111,7 @@ def test_the_model_of_a_run_can_be_built_and_missing_data_are_named(path, tmp_pa
 
     The model is on the meta device: every parameter has its shape, none takes memory, and there is nothing to draw.
     """
-    config = load_config(path, [f"data.root={tmp_path / 'nowhere'}"])
+    config = without_hub(load_config(path, [f"data.root={tmp_path / 'nowhere'}"]))
     with torch.device("meta"):
         model = build_model(without_files(config), vocab_size=VOCABULARY)
     assert model.encoder.config.feature_dim == model.detector.feature_dim
