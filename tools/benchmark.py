@@ -685,7 +685,8 @@ def estimate(arguments: argparse.Namespace) -> Iterator[str]:
     speedup = 1 + (arguments.gpus - 1) * table["scaling"]
     yield f"| | examples | GFLOP | GiB | {' | '.join(table['gpus'])} |\n|---|{'---:|' * (3 + len(table['gpus']))}"
     for path, recipe in recipes.items():
-        settings = ("data.root=unused", "data.boxes.train=gt", "detector.weights=null", "encoder.weights=null")
+        boxes_of_a_file = ("data.boxes.train=detections", "data.files.detections=unused")
+        settings = ("data.root=unused", *boxes_of_a_file, "detector.weights=null", "encoder.weights=null")
         config = resolve_config(load_config(path, [*settings, *arguments.overrides]))
         roofline, number, gib = count_pass(config, recipe["boxes"], recipe["words"], arguments.gpus)
         passes = recipe["examples"] * arguments.epochs / number

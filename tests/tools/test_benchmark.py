@@ -195,3 +195,10 @@ def test_no_teacher_is_counted_where_no_region_is_predicted(capsys):
     config = ["--config", str(ROOT / "configs" / "pretraining" / "visual_bert_coco_vcr.yaml")]
     assert tool.main(["estimate", *config, "--examples", "100"]) == 0
     assert "pretraining/visual_bert_coco_vcr" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("setting", ["box_refinement.weight=0.3", "encoder.config.proposal_scores=true"])
+def test_runs_that_cannot_train_on_annotated_boxes_are_estimated(setting, capsys):
+    config = ["--config", str(ROOT / "configs" / "refcoco" / "vl_bert_base_fpn.yaml")]
+    assert tool.main(["estimate", *config, "--examples", "100", setting]) == 0
+    assert "refcoco/vl_bert_base_fpn" in capsys.readouterr().out
