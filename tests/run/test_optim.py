@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from detector.structures import Loss
 from e2e_vl.config import TrainConfig
@@ -190,6 +191,31 @@ def test_bert_adam_clips_each_parameter_by_itself():
     assert model.task.weight.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
     assert model.task.bias.grad.item() == 0.25
     assert optimizer.state[model.task.weight]["exp_avg"].tolist() == [pytest.approx([0.05] * 4, rel=1e-5)]
+
+
+def test_the_operators_of_bert_adam_do_not_grow_with_the_parameters():
+    """Most of them are launches on a GPU."""
+
+    class Operators(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.number = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.number += not function.is_view
+            return function(*args, **kwargs or {})
+
+    numbers = []
+    for count in (2, 9):
+        parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(count)]
+        optimizer = BertAdam([{"params": parameters}], (0.9, 0.99), 1e-6, max_grad_norm_per_tensor=1.0, fused=True)
+        for _ in range(2):  # the first update makes the averages
+            for parameter in parameters:
+                parameter.grad = torch.ones(3)
+            with Operators() as operators:
+                optimizer.step()
+        numbers.append(operators.number)
+    assert numbers[0] == numbers[1], numbers
 
 
 def test_a_parameter_without_a_gradient_is_left_alone_and_its_schedule_waits():
