@@ -264,15 +264,18 @@ class RecordDataset(VLDataset):
         where: str,
         splits: Sequence[JoinedSplit],
         options: Sequence[Any] = (),
+        *,
+        need_labels: bool = False,
     ) -> None:
         """Store the records of annotation files, with the help of a table in `folder` if the files are large.
 
         Args:
             sources: the files.
-            read: returns the records of a split.
+            read: returns the records of a split, and adds the number of those that it skips to `left_out`.
             type: of the records.
             splits: the joined splits, without their numbers of texts, which are counted here.
             options: which of the data set's options shape the records, as plain values.
+            need_labels: see `set_texts`.
         """
 
         def make() -> list[np.ndarray]:
@@ -286,17 +289,18 @@ class RecordDataset(VLDataset):
 
             texts = SerializedList(records(), type)
             counted = [dataclasses.replace(split, num_texts=count) for split, count in zip(splits, counts, strict=True)]
-            self.set_texts(texts, where, counted)
-            return [np.array(counts), self.groups.texts, np.diff(self.groups.starts), *texts.arrays]
+            self.set_texts(texts, where, counted, need_labels=need_labels)
+            return [np.array([self.left_out, *counts]), self.groups.texts, np.diff(self.groups.starts), *texts.arrays]
 
         names = [split.name for split in splits]
         image_sources = [split.source for split in splits]
         first_with_source = [image_sources.index(source) for source in image_sources]  # it shapes the groups
-        kind = [type.__name__, *type.__struct_fields__, names, first_with_source, *options]
+        kind = [type.__name__, *type.__struct_fields__, names, first_with_source, need_labels, *options]
         counts, texts, texts_per_image, ends, data = tabulate(sources, folder, kind, make)
+        self.left_out, *num_texts = counts.tolist()
         self.texts = SerializedList.from_arrays(ends, data, type)
         self.groups = TextGroups(texts, texts_per_image)
-        self._set_splits(splits, counts.tolist())
+        self._set_splits(splits, num_texts)
         self._require_distinct_ids(splits)
 
     def _set_splits(self, splits: Sequence[JoinedSplit], counts: Sequence[int]) -> None:

@@ -48,6 +48,7 @@ from e2e_vl.data.base import (
 from e2e_vl.data.box_checks import require_pixels
 from e2e_vl.data.coco import CocoInstances, encoded_objects, open_instances
 from e2e_vl.data.config import CLASS_NAMES, CaptionDatasetConfig
+from e2e_vl.data.table_files import tabulate
 from e2e_vl.data.tables import (
     Archives,
     SerializedList,
@@ -132,48 +133,24 @@ class CocoCaptions(CaptionSource):
         files: (caption file, image folder) of each joined split. An image that several of them list, with the same id
             and the same image file, is one image.
         sources: of each joined split, what its images have besides: images of different sources are different images.
+        index_folder: of a table, from which later starts read large files; None: there is none.
     """
 
-    def __init__(self, files: Sequence[tuple[Path, Path]], sources: Sequence[Hashable] | None = None) -> None:
+    def __init__(
+        self,
+        files: Sequence[tuple[Path, Path]],
+        sources: Sequence[Hashable] | None = None,
+        index_folder: Path | None = None,
+    ) -> None:
         self._folders = [folder for _, folder in files]
-        numbers: dict[tuple[Hashable, str, Path], int] = {}
-        images: list[_CaptionedImage] = []
-        captions: list[list[str]] = []
-        for split_index, (path, folder) in enumerate(files):
-            content = read_json(path, _CaptionsFile)
-            source = None if sources is None else sources[split_index]
-            number_of: dict[str, int] = {}  # of the images of this file; 12 and "12" are the same id
-            for row in content.images:
-                number = numbers.setdefault((source, str(row.id), folder / row.file_name), len(images))
-                if number_of.setdefault(str(row.id), number) != number:
-                    raise UserError(
-                        f"{path}: two images have the id {row.id}, such as {row.file_name}; give each image its own "
-                        "id, by which captions name it"
-                    )
-                if number == len(images):
-                    size = None
-                    if row.height is not None and row.width is not None:
-                        size = (row.height, row.width)
-                    images.append(_CaptionedImage(split_index, str(row.id), row.file_name, size))
-                    captions.append([])
-            skipped = SkippedRecords(path)
-            for row in content.annotations:
-                if not row.caption.strip():
-                    skipped.add("blank captions, by image", row.image_id)
-                elif str(row.image_id) not in number_of:
-                    skipped.add("captions of images that the file does not list", row.image_id)
-                else:
-                    captions[number_of[str(row.image_id)]].append(row.caption)
-            skipped.log()
-        first_path, _ = files[0]
-        captioned = [number for number, image_captions in enumerate(captions) if image_captions]
-        if len(captioned) < len(images):
-            logger.warning("%s: %d images have no caption.", first_path, len(images) - len(captioned))
-        if not captioned:
-            raise UserError(f"{first_path} has no caption of an image that it lists; use another captions file.")
-        self._images = SerializedList((images[number] for number in captioned), _CaptionedImage)
-        self._captions = SerializedList(itertools.chain.from_iterable(captions), str)
-        self.groups = TextGroups.consecutive([len(captions[number]) for number in captioned])
+        sources = list(sources or [None] * len(files))
+        first_with_source = [sources.index(source) for source in sources]
+        folders = [str(folder) for folder in self._folders]  # they tell whose images are the same
+        kind = [_CaptionedImage.__name__, *_CaptionedImage.__struct_fields__, folders, first_with_source]
+        counts, *arrays = tabulate([path for path, _ in files], index_folder, kind, lambda: _read_coco(files, sources))
+        self._images = SerializedList.from_arrays(*arrays[:2], _CaptionedImage)
+        self._captions = SerializedList.from_arrays(*arrays[2:], str)
+        self.groups = TextGroups.consecutive(counts)
 
     @override
     def caption(self, text: int) -> str:
@@ -199,6 +176,52 @@ class CocoCaptions(CaptionSource):
     @override
     def image_size(self, group: int) -> tuple[int, int] | None:
         return self._images[group].size
+
+
+def _read_coco(files: Sequence[tuple[Path, Path]], sources: Sequence[Hashable]) -> list[np.ndarray]:
+    """Read the files of `CocoCaptions`.
+
+    Returns:
+        The number of captions of each image, int64 [images], and the arrays of the images and of all captions.
+    """
+    numbers: dict[tuple[Hashable, str, Path], int] = {}
+    images: list[_CaptionedImage] = []
+    captions: list[list[str]] = []
+    for split_index, (path, folder) in enumerate(files):
+        content = read_json(path, _CaptionsFile)
+        number_of: dict[str, int] = {}  # of the images of this file; 12 and "12" are the same id
+        for row in content.images:
+            number = numbers.setdefault((sources[split_index], str(row.id), folder / row.file_name), len(images))
+            if number_of.setdefault(str(row.id), number) != number:
+                raise UserError(
+                    f"{path}: two images have the id {row.id}, such as {row.file_name}; give each image its own "
+                    "id, by which captions name it"
+                )
+            if number == len(images):
+                size = None
+                if row.height is not None and row.width is not None:
+                    size = (row.height, row.width)
+                images.append(_CaptionedImage(split_index, str(row.id), row.file_name, size))
+                captions.append([])
+        skipped = SkippedRecords(path)
+        for row in content.annotations:
+            if not row.caption.strip():
+                skipped.add("blank captions, by image", row.image_id)
+            elif str(row.image_id) not in number_of:
+                skipped.add("captions of images that the file does not list", row.image_id)
+            else:
+                captions[number_of[str(row.image_id)]].append(row.caption)
+        skipped.log()
+    first_path, _ = files[0]
+    captioned = [number for number, image_captions in enumerate(captions) if image_captions]
+    if len(captioned) < len(images):
+        logger.warning("%s: %d images have no caption.", first_path, len(images) - len(captioned))
+    if not captioned:
+        raise UserError(f"{first_path} has no caption of an image that it lists; use another captions file.")
+    captioned_images = SerializedList((images[number] for number in captioned), _CaptionedImage)
+    caption_list = SerializedList(itertools.chain.from_iterable(captions), str)
+    counts = np.array([len(captions[number]) for number in captioned])
+    return [counts, *captioned_images.arrays, *caption_list.arrays]
 
 
 # Conceptual Captions in the format of the official VL-BERT code: JSON lines, with images and detected boxes in archives
@@ -617,7 +640,7 @@ def _source(
         caption_files = []
         for values in _split_values(options, split):
             caption_files.append((files.path("captions", **values), files.path("images", **values)))
-        return CocoCaptions(caption_files, sources)
+        return CocoCaptions(caption_files, sources, _index_folder(files, options))
     if options.source == "shards":
         return ShardCaptions(files.path("shards", split=split), _index_folder(files, options))
     file_keys = {BoxSource.DETECTIONS: "detections", BoxSource.PRECOMPUTED: "features"}

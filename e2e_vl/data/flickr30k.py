@@ -13,11 +13,12 @@ without any phrase with a box; their number is logged. All files except the imag
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -151,33 +152,49 @@ class Flickr30KDataset(RecordDataset):
         self.split_values = [{"split": name} for name in split_names(split)]
         self.folder = files.path("images")
         self.annotations_folder = files.path("annotations")
-        captions = [list(_captions(files, values["split"])) for values in self.split_values]
-        skipped = SkippedRecords(self.annotations_folder)
-        annotated = {caption.image_id: None for caption in itertools.chain(*captions)}
-        for image_id in annotated:
-            image = read_annotation(self.annotations_folder / f"{image_id}.xml")
-            annotated[image_id] = self._without_empty_boxes(image, image_id, skipped)
-        skipped.log()
-        self.annotated = SerializedDict(annotated.items(), AnnotatedImage, str(self.annotations_folder))
-        chains = {image_id: set(itertools.chain(*image.names)) for image_id, image in annotated.items()}
-        boxed: list[Caption] = []
+        self._captions = functools.cache(lambda name: list(_captions(files, name)))  # read once, or never
         splits: list[JoinedSplit] = []
-        for values, split_captions in zip(self.split_values, captions, strict=True):
-            num_before = len(boxed)
-            for caption in split_captions:
-                if any(phrase.chain in chains[caption.image_id] for phrase in caption.sentence.phrases):
-                    boxed.append(caption)
+        for values in self.split_values:
             boxes = self.files_by_image_id(files, needs, values)
-            splits.append(JoinedSplit(values["split"], boxes, self.folder, len(boxed) - num_before))
-        self.left_out = sum(map(len, captions)) - len(boxed)
+            splits.append(JoinedSplit(values["split"], boxes, self.folder))
+        sources = [files.path("ids", split=joined.name) for joined in splits]
+        sources += [files.path("sentences"), self.annotations_folder]
+        self.annotated = SerializedDict.tabulate(
+            sources,
+            files.index_folder,
+            lambda: self._read_annotations([joined.name for joined in splits]),
+            AnnotatedImage,
+            str(self.annotations_folder),
+        )
+        where = f"the splits {split}: captioned image"
+        self.tabulate_texts(sources, files.index_folder, self._boxed_captions, Caption, where, splits)
+        del self._captions
         if self.left_out:
             logger.warning("%s: skipped %d captions without a phrase that has a box.", split, self.left_out)
-        self.set_texts(boxed, f"the splits {split}: captioned image", splits)
         self.instances: list[CocoInstances] = []  # of each split
         # detection losses need classes, which the annotated boxes lack
         if needs.objects or (needs.annotations and "instances" in files):
             self.instances = open_instances(files, self.split_values, self.image_keys())
             self.class_names = self.instances[0].class_names
+
+    def _read_annotations(self, splits: Sequence[str]) -> Iterator[tuple[str, AnnotatedImage]]:
+        """Yield the id and the boxes of each image that has captions."""
+        skipped = SkippedRecords(self.annotations_folder)
+        captions = itertools.chain.from_iterable(map(self._captions, splits))
+        for image_id in dict.fromkeys(caption.image_id for caption in captions):
+            image = read_annotation(self.annotations_folder / f"{image_id}.xml")
+            yield image_id, self._without_empty_boxes(image, image_id, skipped)
+        skipped.log()
+
+    def _boxed_captions(self, split: JoinedSplit) -> Iterator[Caption]:
+        """Yield the captions of a split that have a phrase with a box, and count the others in `left_out`."""
+        for image_id, captions in itertools.groupby(self._captions(split.name), lambda caption: caption.image_id):
+            chains = set(itertools.chain.from_iterable(self.annotated[image_id].names))
+            for caption in captions:
+                if any(phrase.chain in chains for phrase in caption.sentence.phrases):
+                    yield caption
+                else:
+                    self.left_out += 1
 
     @classmethod
     @override

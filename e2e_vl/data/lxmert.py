@@ -11,7 +11,7 @@ Sources are named as in the file, such as "mscoco" and "vg" (captions, without l
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -118,23 +118,35 @@ class LXMERTDataset(RecordDataset):
         self.options = options
         self.split_values = [options.values(name) for name in split_names(split)]
         self.folders: list[Path] = []  # image folder of each split; empty if no images are read
-        texts: list[Any] = []
+        sources: list[Path] = []
         splits: list[JoinedSplit] = []
         for values in self.split_values:
-            split_texts = self.read(files.path(self.key, **values), options)
-            split_texts = _select_texts(split_texts, options, files, values, needs)
-            texts += split_texts
+            sources.append(files.path(self.key, **values))
+            box_file = _selecting_file(options, files, values, needs)
+            if box_file is not None:
+                sources.append(box_file)
             image_names = None  # only the features say where images come from
             if needs.boxes is not BoxSource.PRECOMPUTED:
                 self.folders.append(files.path("images", **values))
                 image_names = options.file(self.folders[-1], "ID")
             boxes = self.files_by_image_id(files, needs, values)
-            splits.append(JoinedSplit(values["split"], boxes, image_names, len(split_texts)))
-        self.set_texts(texts, f"the splits {split}: text", splits, need_labels=needs.training and self.needs_labels)
+            splits.append(JoinedSplit(values["split"], boxes, image_names))
+
+        def texts(joined: JoinedSplit) -> Iterator[Any]:
+            values = options.values(joined.name)
+            split_texts = self.read(files.path(self.key, **values), options)
+            return _select_texts(split_texts, options, values["split"], _selecting_file(options, files, values, needs))
+
+        need_labels = needs.training and self.needs_labels
+        where = f"the splits {split}: text"
+        options_of_texts = [options.skip_missing_images, options.first_rows, getattr(options, "sources", None)]
+        self.tabulate_texts(
+            sources, files.index_folder, texts, self.record, where, splits, options_of_texts, need_labels=need_labels
+        )
 
     @classmethod
-    def read(cls, path: Path, options: ImageSetsConfig) -> list[Any]:
-        return list(stream_list(path, cls.record))
+    def read(cls, path: Path, options: ImageSetsConfig) -> Iterator[Any]:
+        return stream_list(path, cls.record)
 
     @classmethod
     @override
@@ -163,9 +175,8 @@ class ImageSentenceDataset(LXMERTDataset):
 
     @classmethod
     @override
-    def read(cls, path: Path, options: ImageSentenceDatasetConfig) -> list[SourcedSentence]:
+    def read(cls, path: Path, options: ImageSentenceDatasetConfig) -> Iterator[SourcedSentence]:
         """Read the sentences about each image, with sources in file order."""
-        records: list[SourcedSentence] = []
         for row in stream_list(path, _SentencesRow):
             for source, sentences in row.sentf.items():
                 labels = row.labelf.get(source) or [None] * len(sentences)
@@ -177,8 +188,7 @@ class ImageSentenceDataset(LXMERTDataset):
                 if options.sources is not None and source not in options.sources:
                     continue
                 for number, (sentence, label) in enumerate(zip(sentences, labels, strict=True)):
-                    records.append(SourcedSentence(row.img_id, source, number, sentence, label))
-        return records
+                    yield SourcedSentence(row.img_id, source, number, sentence, label)
 
 
 class ScoredQuestionDataset(LXMERTDataset):
@@ -208,32 +218,42 @@ class ListedPairDataset(LXMERTDataset):
     record = ListedPair
 
 
-def _select_texts(
-    texts: list[Any], options: ImageSetsConfig, files: DataFiles, values: dict[str, str], needs: DataNeeds
-) -> list[Any]:
-    """Return the texts of a split that `skip_missing_images` and `first_rows` select."""
+def _selecting_file(
+    options: ImageSetsConfig, files: DataFiles, values: dict[str, str], needs: DataNeeds
+) -> Path | None:
+    """Return the box file of a split by whose images `skip_missing_images` and `first_rows` select texts, if any."""
     split = values["split"]
-    num_rows = options.first_rows.get(split)
+    counts_rows = split in options.first_rows
+    path = None
     reads_boxes = needs.boxes in (BoxSource.PRECOMPUTED, BoxSource.DETECTIONS)
-    store = None
-    if reads_boxes and (num_rows is not None or options.skip_missing_images):
-        box_key = needs.boxes.needs[-1]
-        store = open_features(files.path(box_key, **values))
-    has_row_order = store is not None and not store.path.is_dir()
-    if num_rows is not None and not has_row_order:
+    if reads_boxes and (counts_rows or options.skip_missing_images):
+        path = files.path(needs.boxes.needs[-1], **values)
+    if counts_rows and (path is None or path.is_dir()):
         raise UserError(
             f"data.config.first_rows.{split} counts the rows of a box file; use boxes from a single file, not "
             f"'{needs.boxes}' or a folder, or remove first_rows."
         )
-    if store is None:
-        return texts
-    selected = texts
-    if options.skip_missing_images:
-        selected = [text for text in texts if all(image in store for image in text.image_names)]
+    return path
+
+
+def _select_texts(texts: Iterable[Any], options: ImageSetsConfig, split: str, box_file: Path | None) -> Iterator[Any]:
+    """Yield the texts of a split that `skip_missing_images` and `first_rows` select, and log the number of others."""
+    if box_file is None:
+        yield from texts
+        return
+    store = open_features(box_file)
+    num_rows = options.first_rows.get(split)
+    later_images: set[str] = set()
     if num_rows is not None:
-        later_images = set(store.ids[num_rows:])
-        selected = [text for text in selected if later_images.isdisjoint(text.image_names)]
-    num_skipped = len(texts) - len(selected)
+        later_images.update(store.ids[num_rows:])
+    num_texts = 0
+    num_selected = 0
+    for text in texts:
+        num_texts += 1
+        is_missing = options.skip_missing_images and not all(image in store for image in text.image_names)
+        if not is_missing and later_images.isdisjoint(text.image_names):
+            num_selected += 1
+            yield text
+    num_skipped = num_texts - num_selected
     if num_skipped:
-        logger.warning("%s: skipped %d of %d texts of %s.", store.path, num_skipped, len(texts), split)
-    return selected
+        logger.warning("%s: skipped %d of %d texts of %s.", store.path, num_skipped, num_texts, split)

@@ -10,11 +10,12 @@ import contextlib
 import functools
 import hashlib
 import logging
+import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -30,6 +31,15 @@ logger.addFilter(OnceFilter())
 MIN_SOURCE_BYTES = 2**25  # of annotation files; smaller ones are read in half a second
 
 MakeArrays = Callable[[], Sequence[np.ndarray]]
+
+
+class _SourceState(NamedTuple):
+    """By what a source is recognised as unchanged."""
+
+    size: int  # bytes
+    # of the last change, in nanoseconds; of a folder: a hash of the names, sizes and times of its files
+    time: int | str
+
 
 _ALIGNMENT = 64  # bytes, of the arrays
 _HEADER_SIZE = struct.Struct("<Q")
@@ -49,11 +59,12 @@ class _Header(msgspec.Struct):
 
 
 def tabulate(sources: Sequence[Path], folder: Path | None, kind: Sequence[Any], make: MakeArrays) -> list[np.ndarray]:
-    """Return what `make` makes from annotation files, with the help of a table if the files are large.
+    """Return what `make` makes from annotation files, with the help of a table if the files are large together.
 
     If the table cannot be written, `make` is called in every process, and a warning says so.
 
     Args:
+        sources: the files, or folders of files.
         folder: of the table; None: there is none.
         kind: names what is made and the settings that shape it: plain values.
     """
@@ -64,8 +75,10 @@ def tabulate(sources: Sequence[Path], folder: Path | None, kind: Sequence[Any], 
         return made
 
     try:
-        if folder is not None and sum(source.stat().st_size for source in sources) >= MIN_SOURCE_BYTES:
-            return open_table(sources, folder, kind, make_once)
+        if folder is not None:
+            states = [_find_state(source) for source in sources]
+            if sum(state.size for state in states) >= MIN_SOURCE_BYTES:
+                return _open_table(sources, states, folder, kind, make_once)
     except FileNotFoundError:
         pass  # `make` names the missing file
     except (OSError, NotImplementedError) as error:  # the latter is a file system without locks
@@ -86,18 +99,48 @@ def open_table(sources: Sequence[Path], folder: Path, kind: Sequence[Any], make:
     One process makes the table, and others wait for it. Warnings of the making are logged at every start.
 
     Args:
-        kind: see `tabulate`.
+        sources, kind: see `tabulate`.
 
     Raises:
         OSError: the table cannot be written.
     """
+    return _open_table(sources, [_find_state(source) for source in sources], folder, kind, make)
+
+
+def _find_state(source: Path) -> _SourceState:
+    status = source.stat()
+    if not source.is_dir():
+        return _SourceState(status.st_size, status.st_mtime_ns)
+    size = 0
+    lines = []
+    for entry in _list_files(str(source.resolve())):
+        status = entry.stat()
+        size += status.st_size
+        lines.append(f"{status.st_size} {status.st_mtime_ns} {entry.path}")
+    content = "\n".join(sorted(lines)).encode("utf-8", "surrogateescape")
+    return _SourceState(size, hashlib.sha256(content).hexdigest())
+
+
+def _list_files(folder: str) -> Iterator[os.DirEntry]:
+    """Yield the files of a folder and its subfolders, in any order."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir():
+                yield from _list_files(entry.path)
+            else:
+                yield entry
+
+
+def _open_table(
+    sources: Sequence[Path], states: Sequence[_SourceState], folder: Path, kind: Sequence[Any], make: MakeArrays
+) -> list[np.ndarray]:
+    """Open a table like `open_table`; `states` are those of the sources."""
     paths = [str(source.resolve()) for source in sources]
     identity = msgspec.json.encode([kind, paths])
     path = folder / f"{sources[0].name}.{hashlib.sha256(identity).hexdigest()[:20]}.table"
     stamp: list[Any] = [_hash_readers(), identity.decode()]
-    for source in sources:
-        status = source.stat()
-        stamp += [status.st_size, status.st_mtime_ns]
+    for state in states:
+        stamp += state
     table = _read(path, stamp)
     if table is None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 from msgspec import Meta
 from typing_extensions import override
@@ -23,6 +24,7 @@ from e2e_vl.config import BoxSource
 from e2e_vl.data.base import DataFiles, DataNeeds, VLDataset
 from e2e_vl.data.box_checks import require_pixels
 from e2e_vl.data.config import CLASS_NAMES, VCRDatasetConfig
+from e2e_vl.data.table_files import tabulate
 from e2e_vl.data.tables import SerializedList, SkippedRecords, TextGroups, drop_repeats, stream_lines
 from e2e_vl.io import Count, Name, Pixel, Record, Side, require_unique
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, CorrectChoice, Sample, SampleImage, Sentence
@@ -51,10 +53,6 @@ class VCRQuestion(Record):
     @property
     def id(self) -> str:
         return self.annot_id
-
-    def lacks(self, labels: Sequence[str]) -> bool:
-        """Return whether any of the fields `labels` is unknown."""
-        return any(getattr(self, label) is None for label in labels)
 
     @property
     def sentences(self) -> tuple[_Tokens, ...]:
@@ -128,6 +126,43 @@ def _distinct_questions(path: str | Path, skipped: SkippedRecords, ids: list[str
         yield question
 
 
+class QuestionTable:
+    """The questions of a file, and what can be said of them only by reading all of them.
+
+    Attributes:
+        questions: in file order.
+        lacks_label: bool [questions, 2]: whether the label of the answer, and that of the rationale, is unknown.
+        object_names: the class names of all objects, sorted.
+        images: the questions of each image, with images in the order of first mention; questions with other objects
+            are as of another image.
+
+    Args:
+        folder: of a table, from which later starts read a large file.
+    """
+
+    def __init__(self, path: Path, folder: Path) -> None:
+        self._path = path
+        kind = [VCRQuestion.__name__, *VCRQuestion.__struct_fields__]
+        self.lacks_label, encoded_names, rows, counts, ends, data = tabulate([path], folder, kind, self._read)
+        self.questions = SerializedList.from_arrays(ends, data, VCRQuestion)
+        self.object_names = msgspec.msgpack.decode(encoded_names, type=list[str])
+        self.images = TextGroups(rows, counts)
+
+    def _read(self) -> list[np.ndarray]:
+        """Return the arrays: attributes, with names as bytes of MessagePack, and those of the questions."""
+        questions = read_questions(self._path)
+        object_names: set[str] = set()
+        images: list[tuple[str, ...]] = []
+        lacks_label: list[tuple[bool, bool]] = []
+        for question in questions:
+            object_names.update(question.objects)
+            images.append((question.img_fn, *question.objects))
+            lacks_label.append((question.answer_label is None, question.rationale_label is None))
+        groups = TextGroups.of_images(images)
+        encoded_names = np.frombuffer(msgspec.msgpack.encode(sorted(object_names)), dtype=np.uint8)
+        return [np.array(lacks_label), encoded_names, groups.texts, np.diff(groups.starts), *questions.arrays]
+
+
 def read_metadata(path: Path, question: VCRQuestion) -> tuple[tuple[int, int], AnnotatedObjects]:
     """Read (height, width) of a question's image and its objects in the order of the metadata file, without classes."""
     content = read_json(path, ImageMetadata)
@@ -195,7 +230,8 @@ class VCRDataset(VLDataset):
     def __init__(self, files: DataFiles, options: VCRDatasetConfig, split: str, needs: DataNeeds) -> None:
         self.folder = files.path("images", split=split)
         self.path = files.path("questions", split=split)
-        self.questions = read_questions(self.path)
+        table = QuestionTable(self.path, files.index_folder)
+        self.questions = table.questions
         self.options = options
         self.class_names = options.class_names
         self.has_phrases = options.names_are_phrases
@@ -203,20 +239,17 @@ class VCRDataset(VLDataset):
         conditions_on_each = options.condition_on == "each"
         needs_labels = needs.training or (options.question != "answer" and not conditions_on_each)
         needs_rationales = needs.training and options.question != "answer"
-        labels = ("answer_label", "rationale_label") if needs_rationales else ("answer_label",)
-        unlabelled = [question.annot_id for question in self.questions if question.lacks(labels)]
-        if (needs.training and conditions_on_each) or (needs_labels and unlabelled):
-            example = f" (such as {unlabelled[0]})" if unlabelled else ""
+        lacks_label = table.lacks_label if needs_rationales else table.lacks_label[:, :1]
+        unlabelled = np.flatnonzero(lacks_label.any(axis=1))
+        if (needs.training and conditions_on_each) or (needs_labels and len(unlabelled)):
+            example = f" (such as {self.questions[int(unlabelled[0])].annot_id})" if len(unlabelled) else ""
             raise UserError(
                 f"{self.path}: {len(unlabelled)} questions have no labels{example}, or "
                 "data.config.condition_on=each drops them; train on a split with labels with condition_on=right, and "
                 "predict a test split with condition_on=each."
             )
         self._class_of = {name: number for number, name in enumerate(self.class_names)}
-        used_classes: set[str] = set()
-        for question in self.questions:
-            used_classes.update(question.objects)
-        unknown_classes = used_classes - self._class_of.keys()
+        unknown_classes = set(table.object_names) - self._class_of.keys()
         if unknown_classes:
             raise UserError(
                 f"{self.path}: the object class '{min(unknown_classes)}' is not one of the {len(self.class_names)} "
@@ -228,15 +261,11 @@ class VCRDataset(VLDataset):
         elif options.question == "both":
             self.per_question = 2
         if options.objects != "all":
-            self.groups = [[index] for index in range(len(self))]
+            self.groups = TextGroups.consecutive(np.ones(len(self), dtype=np.int64))
         else:
-            self.groups = TextGroups.of_images(self._images_of_texts())
-
-    def _images_of_texts(self) -> Iterator[tuple[str, ...]]:
-        """Yield the image of each text index, with its objects: texts with the same ones are a group."""
-        for question in self.questions:
-            image = (question.img_fn, *question.objects)
-            yield from [image] * self.per_question
+            first_texts = table.images.texts[:, None] * self.per_question
+            texts = first_texts + np.arange(self.per_question)
+            self.groups = TextGroups(texts.ravel(), np.diff(table.images.starts) * self.per_question)
 
     def _is_answer(self, index: int) -> bool:
         """Return whether the choices of this text index are answers, not rationales."""

@@ -28,6 +28,7 @@ from e2e_vl.structures import Batch
 from e2e_vl.synthetic.generate import make_scenes
 from e2e_vl.text import build_vocabulary, load_tokenizer
 from tests.data.helpers import (
+    assert_same_from_tables,
     examples,
     open_dataset,
     plain,
@@ -186,6 +187,15 @@ def test_joined_splits_are_read_one_after_the_other(root):
     assert sample.images[0].id == expected.images[0].id
     assert sample.images[0].locate() == expected.images[0].locate()
     assert text in sample.own_texts and joined.sample((0,)).own_texts == parts[0].sample((0,)).own_texts
+
+
+@pytest.mark.parametrize("split", ["train", "val+train", "train+train"])
+def test_tables_give_the_same_captions(root, tmp_path, monkeypatch, caplog, split):
+    for name in SPLITS:
+        content = json.loads((root / "captions" / f"captions_{name}.json").read_text(encoding="utf-8"))
+        content["annotations"].append({"image_id": content["images"][0]["id"], "caption": " "})
+        write_json(tmp_path / "captions" / f"captions_{name}.json", content)
+    assert_same_from_tables(tmp_path, monkeypatch, caplog, lambda: read(tmp_path, COCO, split=split, use_corpus=False))
 
 
 def test_folders_of_joined_splits_are_named_by_their_image_sets(root, tmp_path):

@@ -9,9 +9,10 @@ import pytest
 from PIL import Image
 
 from e2e_vl.config import DataConfig
+from e2e_vl.data import table_files
 from e2e_vl.data.base import open_options
 from e2e_vl.data.flickr30k import Flickr30KDataset, read_annotation, read_image_ids, read_sentences
-from tests.data.helpers import open_dataset, refused, with_files, with_options, write_json
+from tests.data.helpers import assert_same_from_tables, open_dataset, refused, with_files, with_options, write_json
 
 CAPTIONS = (
     " [/EN#1/people A man ] in [/EN#2/clothing/other a  red shirt] near [/EN#3/scene the street] .",
@@ -102,6 +103,25 @@ def test_splits_are_joined(settings):
         make(settings, "val+val")
     with refused("none"):
         make(settings, "none")
+
+
+@pytest.mark.parametrize("split", ["train", "val+train"])
+def test_tables_give_the_same_captions(settings, tmp_path, monkeypatch, caplog, split):
+    path = tmp_path / "Annotations" / "13.xml"
+    path.write_text(path.read_text().replace("<xmax>11</xmax>", "<xmax>1</xmax>"))
+
+    def open_split() -> Flickr30KDataset:
+        dataset = make(settings, split)
+        assert dataset.left_out == 4
+        return dataset
+
+    assert_same_from_tables(tmp_path, monkeypatch, caplog, open_split)
+    monkeypatch.undo()
+    monkeypatch.setattr(table_files, "MIN_SOURCE_BYTES", 0)
+    path = tmp_path / "Sentences" / "11.txt"
+    path.write_text(path.read_text() + "[/EN#1/people He] .\n")
+    dataset = make(settings, split)
+    assert "He ." in [dataset[text] for text in range(len(dataset))], "a file in a folder has changed"
 
 
 def test_classes_come_from_instances(settings, tmp_path):

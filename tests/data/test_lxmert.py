@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from e2e_vl.config import DataConfig
+from e2e_vl.data import table_files
 from e2e_vl.data.base import open_options
 from e2e_vl.data.features import RegionFeatures, save_npz, write_tsv
 from e2e_vl.data.lxmert import ImageSentenceDataset, ListedPairDataset, LXMERTDataset, ScoredQuestionDataset
 from e2e_vl.samples import CorrectChoice, ScoredAnswers
-from tests.data.helpers import open_dataset, refused, write_json
+from tests.data.helpers import assert_same_from_tables, open_dataset, refused, write_json
 
 SPLITS = {"train": ("a", "b"), "val": ("c",), "test": ("a",)}
 KINDS = {
@@ -80,6 +81,23 @@ def test_texts_without_features_are_left_out_when_asked_for(root, name, caplog):
     assert f"skipped {number} of {2 * number} texts of train" in caplog.text
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_tables_give_the_same_texts(root, name, monkeypatch, caplog):
+    features = root / "first.tsv"
+    one = np.ones((1, 4), np.float32)
+    write_tsv(features, [RegionFeatures("a", (9, 9), one, np.ones((1, 2), np.float32))], {})
+    options = {"skip_missing_images": True, "image_sets": {"train": features.name}}
+    assert_same_from_tables(
+        root, monkeypatch, caplog, lambda: opened(root, name, "train", "precomputed", training=True, **options)
+    )
+    monkeypatch.undo()
+    monkeypatch.setattr(table_files, "MIN_SOURCE_BYTES", 0)
+    num_texts = len(opened(root, name, "train"))
+    records = [RegionFeatures(image, (9, 9), one, np.ones((1, 2), np.float32)) for image in "ab"]
+    write_tsv(features, records, {})
+    assert len(opened(root, name, "train", "precomputed", **options)) == num_texts, "the file of features has changed"
+
+
 def test_the_first_rows_of_a_file_of_features(root):
     """Minival of LXMERT's code: the first 5,000 rows of val2014's features, in the order of the file."""
     one = np.ones((1, 4), np.float32)
@@ -122,7 +140,7 @@ def test_truths_and_metadata(root):
 
 def read(kind: type[LXMERTDataset], path: Path, **options):
     name = next(name for name, (own, _) in KINDS.items() if own is kind)
-    return kind.read(path, settings_of(path.parent, name, **options).config)
+    return list(kind.read(path, settings_of(path.parent, name, **options).config))
 
 
 def test_sentences_of_all_sources_or_some(tmp_path):

@@ -91,6 +91,34 @@ def test_a_table_of_a_changed_source_is_made_again_in_its_place(source, tmp_path
     find_table(tmp_path / "index")
 
 
+@pytest.mark.parametrize("change", ["size", "time", "new", "removed", "nested"])
+def test_a_table_of_a_folder_is_made_again_after_any_change_of_its_files(source, tmp_path, change):
+    folder = tmp_path / "folder"
+    nested = folder / "b" / "c"
+    nested.mkdir(parents=True)
+    for path in (folder / "1.txt", nested / "2.txt"):
+        path.write_text("one")
+    reader = Reader()
+    for _ in range(2):
+        open_table([source, folder], tmp_path / "index", ["kind"], reader)
+    assert reader.times == 1
+    time = (folder / "1.txt").stat().st_mtime_ns
+    if change == "size":
+        (folder / "1.txt").write_text("other")
+        os.utime(folder / "1.txt", ns=(time, time))
+    elif change == "time":
+        os.utime(folder / "1.txt", ns=(time, time + 1))
+    elif change == "new":
+        (nested / "3.txt").touch()
+    elif change == "removed":
+        (folder / "1.txt").unlink()
+    else:
+        (nested / "2.txt").write_text("other")
+    open_table([source, folder], tmp_path / "index", ["kind"], reader)
+    assert reader.times == 2
+    find_table(tmp_path / "index")
+
+
 @pytest.mark.parametrize("change", ["settings", "code"])
 def test_other_settings_and_other_code_make_another_table(source, tmp_path, monkeypatch, change):
     open_table([source], tmp_path, ["kind", 1], Reader())

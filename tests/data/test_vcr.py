@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from e2e_vl.config import DataConfig
+from e2e_vl.data import table_files
 from e2e_vl.data.base import open_options
 from e2e_vl.data.batching import Request
 from e2e_vl.data.config import CLASS_NAMES, VCRDatasetConfig
 from e2e_vl.data.vcr import VCRDataset, find_relevant_objects, read_detected_objects, read_questions
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, CorrectChoice, Sample, SampleImage, SampleText
-from tests.data.helpers import examples, refused
+from tests.data.helpers import assert_same_from_tables, examples, refused
 from tests.data.tiny_vcr import BOXES, OBJECTS, TinyVCR
 
 
@@ -148,6 +149,25 @@ def test_questions_with_other_objects_are_apart(tiny):
         dataset.sample((2,))
 
 
+@pytest.mark.parametrize(
+    "options", [{"training": True}, {"question": "both"}, {"question": "rationale", "condition_on": "each"}]
+)
+def test_tables_give_the_same_questions(tiny, monkeypatch, caplog, options):
+    tiny.lines.append(tiny.lines[0])
+    tiny.dataset()  # writes the files
+    assert_same_from_tables(tiny.root, monkeypatch, caplog, lambda: tiny.opened(**options))
+    monkeypatch.undo()
+    monkeypatch.setattr(table_files, "MIN_SOURCE_BYTES", 0)
+    tiny.lines[1]["answer_label"] = None
+    tiny.lines[2]["objects"] = ["robot", *OBJECTS[1:]]
+    tiny.dataset(class_names=(*CLASS_NAMES, "robot"))
+    for _ in range(2):
+        with refused("1 questions have no labels", "val-1"):
+            tiny.opened(training=True, class_names=(*CLASS_NAMES, "robot"))
+        with refused("'robot'"):
+            tiny.opened()
+
+
 def test_options(tiny):
     for options, part in (({"question": "all"}, "question"), ({"condition_on": "each"}, "rationale")):
         with refused(part):
@@ -174,7 +194,7 @@ def test_a_users_boxes_are_narrowed():
 def test_both_questions_for_pretraining(tiny):
     dataset = tiny.dataset(question="both", objects="r2c", training=True)
     alone = [tiny.dataset(question=kind, objects="r2c") for kind in ("answer", "rationale")]
-    assert len(dataset) == 6 and dataset.groups == [[index] for index in range(6)]
+    assert len(dataset) == 6 and list(dataset.groups) == [[index] for index in range(6)]
     for index in range(6):
         sample, own = dataset.sample((index,)), alone[index % 2].sample((index // 2,))
         assert sample.images[0].candidates == own.images[0].candidates

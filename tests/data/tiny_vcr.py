@@ -61,8 +61,12 @@ class TinyVCR:
         return self
 
     def dataset(self, *, training: bool = False, **options) -> VCRDataset:
-        """The files as they are now, read with these options."""
-        return open_dataset(VCRDataset, self.write().settings(config=options), "val", "gt", training=training)
+        """The questions and metadata as they are now, written, and read with these options."""
+        return self.write().opened(training=training, **options)
+
+    def opened(self, *, training: bool = False, **options) -> VCRDataset:
+        """The files, read with these options."""
+        return open_dataset(VCRDataset, self.settings(config=options), "val", "gt", training=training)
 
     def settings(self, **changes) -> DataConfig:
         files = {"images": "vcr1images", "questions": "{split}.jsonl"}
