@@ -62,7 +62,7 @@ def find_config(name: str | Path) -> Path:
     raise MissingFileError(f"{name}: there is no such config; {hint}")
 
 
-def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
+def load_config(path: str | Path, overrides: Iterable[str] = (), defaults: Iterable[str] = ()) -> RunConfig:
     """Read a run's settings.
 
     Relative paths under the keys in `INPUTS` work from any directory: a path in a YAML file that does not exist in the
@@ -73,10 +73,13 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
         path: YAML file, see `find_config`; its `base:` key names a file with the settings that it overrides, relative
             to it or as in `find_config`, or a list of them, of which later ones override earlier ones.
         overrides: `key=value` arguments; dots separate the levels (`train.lr=1e-5`).
+        defaults: `key=value` arguments that the file overrides.
     """
     path = find_config(path)
     default = _nest("detector.config", RunDetectorConfig().config)
-    layers = [(str(path), _with_found_inputs(default, path.parent)), *_read_layers(path)]
+    layers = [(str(path), _with_found_inputs(default, path.parent))]
+    layers += [(f"Command line: {word}", parse_override(word)) for word in defaults]
+    layers += _read_layers(path)
     layers += [(f"Command line: {word}", parse_override(word)) for word in overrides]
     try:
         config = msgspec.convert(_merge_all(layers), RunConfig, strict=True)

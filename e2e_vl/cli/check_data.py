@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -104,7 +105,8 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     lists = "training images of the detector: COCO's JSON, image_data.json, or a list of paths or ids (repeatable)"
     parser = make_parser(__doc__, prog)
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
-    parser.add_argument("--with", dest="others", **files, help="YAML file of another run to compare with (repeatable)")
+    other = "YAML file of another run to compare with, by default in the same data.root (repeatable)"
+    parser.add_argument("--with", dest="others", **files, help=other)
     parser.add_argument("--detector-images", **files, help=lists)
     parser.add_argument("--detector-ids", choices=("coco", "vg"), help="source of these ids, if names do not show it")
     parser.add_argument("--visual-genome", **file, help="Visual Genome's image_data.json, with COCO's ids")
@@ -115,7 +117,8 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the file")
     args = parse_with_settings(parser, argv)
     config = load_config(args.config, [*args.overrides, "output=unused"])
-    others = {str(path): load_config(path, ["output=unused"]) for path in args.others}
+    same_root = [f"data.root={json.dumps(config.data.root)}"]  # unless the other file says where its data are
+    others = {str(path): load_config(path, ["output=unused"], same_root) for path in args.others}
     genome = None if args.visual_genome is None else read_visual_genome(args.visual_genome)
     id_lookup = ImageIdLookup(genome)
     detector_ids: set[GlobalImageId] = set()
@@ -179,6 +182,9 @@ def check_data(
         only_data = RunWithoutWeights(other, model=None, tokenizer=None)  # only its images are compared
         reader = SplitReader(other, split, sources, id_lookup, max_images, only_data)
         trained_ids[f"the training split {split} of {name}"] = reader.all_global_ids()
+        if not reader.global_ids:
+            reasons = " ".join(reader.report.problems)
+            readers[train_split].report.problems.append(f"{name} cannot be compared: {reasons}")
     train_ids = {f"the training split {train_split}": readers[train_split].all_global_ids()}
     for split in config.data.eval_splits:
         compared = trained_ids if split == train_split else train_ids | trained_ids

@@ -208,6 +208,11 @@ def test_command(tiny_data, data, tmp_path, capsys):
     assert tool.main(words(tiny_data, "--with", other)) == 0
     assert "SHARED: 6 of 6 images of val are in the training split val of" in capsys.readouterr().out
     assert tool.main(words(tiny_data, "--with", other, "--no-overlap")) == 1
+    capsys.readouterr()
+    assert tool.main(words(tiny_data, "--with", ROOT / "configs" / "pretraining" / "mdetr.yaml")) == 1
+    printed = capsys.readouterr().out
+    missing = tiny_data / "mdetr_annotations" / "final_mixed_train.json"
+    assert "PROBLEM: " in printed and "mdetr.yaml cannot be compared: " in printed and str(missing) in printed
 
     for path in (data / "images" / "train2014").iterdir():
         path.unlink()
