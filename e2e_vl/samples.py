@@ -52,6 +52,7 @@ class AnnotatedObjects:
     outlines: Sequence[list[np.ndarray]] | None = None
     attribute_names: Sequence[str] | None = None  # of the attributes, by their number; None: unknown
     scores: np.ndarray | None = None  # float32 [G], 0 to 1, of boxes from a user that a detector proposed
+    image_size: tuple[int, int] | None = None  # (height, width), where the file of a user's boxes says it
 
     def __len__(self) -> int:
         return len(self.boxes)
@@ -329,7 +330,8 @@ class Question:
         boxes_to_mask = None
         if masks_regions:
             boxes_to_mask = np.zeros((0, 4)) if self.boxes_to_mask is None else self.boxes_to_mask.boxes
+        size = None if self.boxes is None else self.boxes.image_size
         images = []
         for file in self.images:
-            images.append(SampleImage(str(file), file, objects=objects, boxes=boxes, boxes_to_mask=boxes_to_mask))
+            images.append(SampleImage(str(file), file, size, objects, boxes=boxes, boxes_to_mask=boxes_to_mask))
         return Sample(tuple(images), (text,), from_user=True)

@@ -230,7 +230,8 @@ class TrainedModel(
             text: a text, or a list of texts. A single image or text is combined with each element of the other list.
             boxes: candidate boxes instead of predicted ones: [R, 4], strings such as "person:10,20,80,200", or a file.
                 They apply to all questions and must lie inside the images. What a detector of transformers returns,
-                with its scores and text labels, will do.
+                with its scores and text labels, will do. A file of `e2e-vl detect`, or of COCO's annotations, has
+                those of many images.
             scores: of the boxes, 0 to 1, from the detector that proposed them; only a model that was trained with
                 `encoder.config.proposal_scores` reads them.
             names: class names of the boxes, or the phrases that their detector looked for.
@@ -496,7 +497,12 @@ class TrainedModel(
                 candidate_prediction = msgspec.structs.replace(prediction, box=corners, score=score)
                 best_answers.append(task.ranked(candidate_prediction)[0])
             top_answers = tuple(best_answers)
-        labelled_boxes = [(label, np.array(corners, np.float32)) for label, corners in task.answer_boxes(prediction)]
+        box_names = prediction.box_names or given_names or names
+        labelled_boxes = []
+        for label, corners in task.answer_boxes(prediction):
+            if given_names is not None and box is not None:  # the label has no class, because none was predicted
+                label = f"{box_names[_nearest_box(refined_boxes, corners)]} {label}"
+            labelled_boxes.append((label, np.array(corners, np.float32)))
         return Answer(
             question=question.text,
             text=answer_text,
@@ -508,10 +514,10 @@ class TrainedModel(
             boxes=boxes,
             refined_boxes=None if output.refinement is None else refined_boxes,
             box_images=regions.image_slot[text, is_candidate].numpy(),
-            box_names=prediction.box_names or given_names or names,
+            box_names=box_names,
             attention=attention,
             unknown_words=unknown,
-            warnings=(*doubts, *self._contradictions(prediction, refined_boxes, names)),
+            warnings=(*doubts, *self._contradictions(prediction, refined_boxes, box_names)),
             answer_boxes=labelled_boxes,
             prediction=prediction,
             images=question.images,
@@ -544,16 +550,17 @@ class TrainedModel(
 
         Args:
             boxes: [R, 4], the candidates, refined where boxes are.
-            names: their R classes.
+            names: their R classes, predicted or given by the user.
         """
         first = next(iter(prediction.grounded), None)
         box = getattr(prediction, "box", None)
         if box is None or first is None or not first.is_clear:
             return
-        named = names[np.abs(boxes - first.box).sum(axis=1).argmin()]
-        chosen = names[np.abs(boxes - box).sum(axis=1).argmin()]
+        named = names[_nearest_box(boxes, first.box)]
+        chosen = names[_nearest_box(boxes, box)]
         if named != chosen and pairwise_iou(np.array([first.box]), np.array([box]))[0, 0] < SAME_REGION:
-            yield f"The words '{first.text}' name another region: a {named} at {box_text(first.box)}, not a {chosen}."
+            region = f"the '{named}' at {box_text(first.box)}"
+            yield f"The words '{first.text}' name another region: {region}, not this '{chosen}'."
 
     def _require_detector(self) -> None:
         if self.config.detector.backend == "precomputed":
@@ -682,6 +689,11 @@ def _identify_images(question: Question) -> tuple[ImageFile, ...]:
     for image in question.images:
         keys.append(image.resolve() if isinstance(image, Path) else image)
     return tuple(keys)
+
+
+def _nearest_box(boxes: np.ndarray, box: Sequence[float]) -> int:
+    """Return which of the boxes [R, 4] has the corners of `box`, but for rounding."""
+    return int(np.abs(boxes - box).sum(axis=1).argmin())
 
 
 def _largest_size(example: EncodedSample) -> tuple[int, int]:

@@ -42,7 +42,7 @@ class Answer:
     boxes: np.ndarray  # float32 [R, 4], the candidate boxes
     refined_boxes: np.ndarray | None  # float32 [R, 4], the same boxes after refinement; None: boxes are not refined
     box_images: np.ndarray  # int64 [R], the image index of each box in `images`
-    box_names: list[str]  # R class names: predicted, or given by the user (VCR); "" if unknown
+    box_names: list[str]  # R class names: predicted, or given by the user; "" if unknown
     attention: np.ndarray | None  # float32 [R], attention from the answer to each region; None: the task predicts a box
     unknown_words: tuple[str, ...]  # words of the text, the choices and the given answer that are not in the vocabulary
     warnings: tuple[str, ...]  # why the answer may be worth little, in sentences

@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         metavar="BOX",
         help="candidates instead of the detector's: x1,y1,x2,y2 or class:x1,y1,x2,y2 in pixels of the image, or a file "
         "(JSON list, JSON object with `boxes` and optional `names` and `scores`, a saved result, the file of e2e-vl "
-        "detect, or regions.npz of e2e-vl extract)",
+        "detect, a COCO instances file, or regions.npz of e2e-vl extract)",
     )
     parser.add_argument(
         "--mask",

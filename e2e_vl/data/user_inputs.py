@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -69,12 +69,17 @@ class _SavedRegion(Record):
     box: _Corners
 
 
+class _Annotation(Record):
+    """An annotation of which nothing is read."""
+
+
 class _BoxesFile(Record):
     boxes: list[_Corners | Pixel] | None = None
     names: list[Name] | None = None
     scores: list[Score] | None = None
     segms: list[Outlines] | None = None
     regions: list[_SavedRegion | _Corners] | None = None  # of results that were saved as JSON
+    annotations: list[_Annotation] | None = None  # of a COCO instances file, which is then read as such
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,25 +212,33 @@ def warn_of_given_boxes_outside(
 
 @dataclasses.dataclass(frozen=True)
 class BoxesOfImages:
-    """The boxes of many images in a file of detections."""
+    """The boxes of many images in a file of detections, or of annotations.
+
+    Detections name an image by its id, which is the end of its path without suffix, or the number at its end.
+    Annotations name its file.
+    """
 
     path: Path
-    by_id: Mapping[str, AnnotatedObjects]  # image id -> its boxes
+    by_image: Mapping[str, AnnotatedObjects]  # of each image that has boxes, by its id or by the name of its file
+    has_file_names: bool = False  # the images are named by their files
 
     def of(self, file: ImageFile) -> AnnotatedObjects:
-        """Return the boxes of an image, whose id is the end of its path without suffix, or the number at its end.
+        """Return the boxes of an image.
 
         Raises:
             UserError: the file has no boxes for it.
         """
-        parts = Path(str(file)).with_suffix("").parts
-        ids = ["/".join(parts[first:]) for first in range(len(parts))]
+        path = Path(str(file))
+        if not self.has_file_names:
+            path = path.with_suffix("")
+        parts = path.parts
+        names = ["/".join(parts[first:]) for first in range(len(parts))]
         number = re.search(r"\d+$", parts[-1]) if parts else None
-        if number is not None:
-            ids.append(str(int(number[0])))
-        for image_id in ids:
-            if image_id in self.by_id:
-                return self.by_id[image_id]
+        if number is not None and not self.has_file_names:
+            names.append(str(int(number[0])))
+        for name in names:
+            if name in self.by_image:
+                return self.by_image[name]
         raise UserError(f"{self.path}: there are no boxes of the image {file}; give its boxes, or another file.")
 
 
@@ -244,7 +257,7 @@ def _read_boxes_of_images(path: Path, rows: Sequence[_LabelledDetection]) -> Box
         corners[image_id].append(row.corners(f"{path}: detection {number}"))
         scores[image_id].append(row.score)
         names[image_id].append(row.phrase or row.category_name)
-    by_id = {}
+    by_image = {}
     for image_id, boxes in corners.items():
         where = f"{path}: image {image_id}"
         objects = AnnotatedObjects(validate_boxes(boxes, where), where)
@@ -252,8 +265,28 @@ def _read_boxes_of_images(path: Path, rows: Sequence[_LabelledDetection]) -> Box
             objects = dataclasses.replace(objects, scores=np.array(scores[image_id], dtype=np.float32))
         if None not in names[image_id]:
             objects = dataclasses.replace(objects, names=tuple(names[image_id]))
-        by_id[image_id] = objects
-    return BoxesOfImages(path, by_id)
+        by_image[image_id] = objects
+    return BoxesOfImages(path, by_image)
+
+
+def _read_annotated_boxes(path: Path) -> BoxesOfImages:
+    """Read the boxes of all annotations of a COCO instances file, crowds too, with their class names.
+
+    An image is named by its file: the whole name that the instances file has, or that without folders if no other
+    image has the same.
+    """
+    instances = CocoInstances(path)
+    num_images = Counter(Path(image.file_name).name for image in instances.images)
+    by_image = {}
+    for image in instances.images:
+        if not image.objects:
+            continue
+        objects = dataclasses.replace(instances.objects(image.id), image_size=(image.height, image.width))
+        by_image[Path(image.file_name).as_posix()] = objects
+        name = Path(image.file_name).name
+        if num_images[name] == 1:
+            by_image[name] = objects
+    return BoxesOfImages(path, by_image, has_file_names=True)
 
 
 def read_boxes(words: Sequence[str], source: str = "--boxes") -> AnnotatedObjects | BoxesOfImages:
@@ -261,11 +294,11 @@ def read_boxes(words: Sequence[str], source: str = "--boxes") -> AnnotatedObject
 
     A file is JSON: a list of [x1, y1, x2, y2], or an object with such a list as `boxes` and optionally `scores`, class
     names `names` and outlines `segms`, as in VCR's metadata files (a score after each box is ignored), or the `regions`
-    of a saved result, or detections of many images as `e2e-vl detect` writes them; or `.npz` with `boxes`, as written
-    by tools/extract_demo.py.
+    of a saved result, or detections of many images as `e2e-vl detect` writes them, or a COCO instances file; or `.npz`
+    with `boxes`, as written by tools/extract_demo.py.
     """
     if len(words) == 1 and "," not in words[0]:
-        return _read_file(user_path(words[0], source))
+        return read_boxes_file(user_path(words[0], source))
     boxes: list[list[float]] = []
     names: list[str] = []
     for word in words:
@@ -281,7 +314,7 @@ def read_boxes(words: Sequence[str], source: str = "--boxes") -> AnnotatedObject
     return AnnotatedObjects(corners, source, names=tuple(names))
 
 
-def _read_file(path: Path) -> AnnotatedObjects | BoxesOfImages:
+def read_boxes_file(path: Path) -> AnnotatedObjects | BoxesOfImages:
     """Read boxes from a file, see `read_boxes`."""
     if path.suffix.lower() == ".npz":
         try:
@@ -294,6 +327,8 @@ def _read_file(path: Path) -> AnnotatedObjects | BoxesOfImages:
         if isinstance(rows, list) and rows and all(isinstance(row, _LabelledDetection) for row in rows):
             return _read_boxes_of_images(path, rows)
         content = _BoxesFile(rows) if isinstance(rows, list) else rows
+        if content.boxes is None and content.annotations is not None:
+            return _read_annotated_boxes(path)
     boxes = _boxes_in(content, path)
     for column in (content.names, content.scores, content.segms):
         if column is not None and len(column) != len(boxes):

@@ -114,6 +114,36 @@ def test_given_boxes_are_the_candidates(model, records):
         model.ask(image, "the star", boxes=[[5, 5, 9, 9], [5, 5, width + 2, 9]])
 
 
+def test_boxes_of_an_annotation_file_are_the_candidates(demo_model, tmp_path):
+    """In COCO's format, as one has them of real photos."""
+    scene = demo_model.examples[0]
+    width, height = Image.open(scene.image).size
+    corners = scene.boxes[:3]
+    annotations = []
+    for number, (x1, y1, x2, y2) in enumerate(corners):
+        box = [x1, y1, x2 - x1, y2 - y1]
+        annotations.append({"id": number, "image_id": 17, "category_id": 1 + number % 2, "bbox": box})
+    instances = {
+        "images": [{"id": 17, "file_name": f"val/{scene.image.name}", "width": width, "height": height}],
+        "annotations": annotations,
+        "categories": [{"id": 1, "name": "wine glass"}, {"id": 2, "name": "dog"}],
+    }
+    file = tmp_path / "instances.json"
+    file.write_text(json.dumps(instances))
+    text = scene.texts[2]
+    answer = demo_model.ask(scene.image, text, boxes=file)
+    np.testing.assert_allclose(answer.boxes, corners, atol=1e-3)
+    assert answer.box_names == ["wine glass", "dog", "wine glass"]
+    np.testing.assert_allclose(answer.box, corners[2], atol=1e-3)
+    [(label, _)] = answer.answer_boxes
+    assert label.startswith(f"wine glass {answer.score:.2f}")
+    assert np.asarray(answer.draw()).shape == np.asarray(demo_model.ask(scene.image, text).draw()).shape
+    instances["images"][0]["width"] *= 2  # annotated before the image was resized
+    file.write_text(json.dumps(instances))
+    with pytest.raises(ValueError, match=f"is {width} x {height} pixels, but {2 * width} x {height} in its annotation"):
+        demo_model.ask(scene.image, text, boxes=file)
+
+
 def test_scores_of_boxes_that_no_part_reads_are_named(model, records):
     image, boxes = records[0]["file_name"], [[2.0, 3.0, 40.0, 50.0], [30.0, 20.0, 70.0, 61.0]]
     with pytest.warns(UserWarning, match="does not read the scores of boxes, so they change nothing"):
@@ -130,7 +160,7 @@ def test_words_that_the_vocabulary_lacks_are_named(model, records):
     assert [one.filename for one in said] == [__file__]
 
 
-SAID = "The words 'the star' name another region: a star at x 20 to 30, y 20 to 30, not a circle."
+SAID = "The words 'the star' name another region: the 'star' at x 20 to 30, y 20 to 30, not this 'circle'."
 
 
 def test_an_answer_that_its_own_phrase_contradicts(model, records):

@@ -23,6 +23,7 @@ from e2e_vl.data.user_inputs import (
     warn_of_given_boxes_outside,
 )
 from tests.data.helpers import refused
+from tests.data.tiny_refcoco import annotation
 
 
 def test_images_of_a_folder(tmp_path):
@@ -204,6 +205,30 @@ def test_boxes_of_many_images_are_found_by_the_image(tmp_path):
         boxes_of_image(boxes, Path("photos/mug.png"))
     with refused("boxes.json", "leave out scores and names"):
         convert_boxes(path, [0.5])
+
+
+def test_annotated_boxes_are_found_by_the_name_of_the_image_file(tiny):
+    images = tiny.instances["images"]
+    images[0]["file_name"] = "train/seven.png"
+    images[2]["file_name"] = "val/7.png"  # another image has this id
+    images.append({"id": 11, "file_name": "train/twice.png", "width": 40, "height": 80})  # without an object
+    images.append({"id": 12, "file_name": "val/twice.png", "width": 40, "height": 80})
+    tiny.instances["annotations"] += [annotation(400, 12, 2, [1, 2, 3, 4])]
+    tiny.instances_file.write_text(json.dumps(tiny.instances))
+    boxes = convert_boxes(tiny.instances_file)
+    for path in ("photos/seven.png", "train/seven.png"):
+        objects = boxes_of_image(boxes, Path(path))
+        assert objects.boxes.tolist() == [[10, 20, 30, 40], [60, 10, 90, 40], [0, 0, 100, 60]]
+        assert objects.names == ("square", "square", "box") and objects.image_size == (60, 100)
+    assert boxes_of_image(boxes, Path("photos/7.png")).image_size == (50, 50)
+    assert boxes_of_image(boxes, Path("photos/val/twice.png")).boxes.tolist() == [[1, 2, 4, 6]]
+    for path in ("twice.png", "train/twice.png", "three.jpg", "photo_3.png"):
+        with refused("instances.json", path):
+            boxes_of_image(boxes, Path(path))
+    tiny.instances["annotations"][0]["category_id"] = 5
+    tiny.instances_file.write_text(json.dumps(tiny.instances))
+    with refused("instances.json", "annotation 100", "category_id"):
+        convert_boxes(tiny.instances_file)
 
 
 def test_forms_of_boxes():
