@@ -277,7 +277,8 @@ class TextGroups(Sequence):
 
     def __init__(self, texts: np.ndarray, counts: Sequence[int] | np.ndarray) -> None:
         self.texts = texts
-        self._position_of = np.empty_like(texts)  # of each text in `texts`
+        # of each text in `texts`, which may be some of many
+        self._position_of = np.full(texts.max(initial=-1) + 1, -1)
         self._position_of[texts] = np.arange(len(texts))
         self.starts = np.concatenate([[0], np.cumsum(np.asarray(counts, dtype=np.int64))])
 

@@ -101,6 +101,8 @@ def test_texts_are_grouped_by_their_image_in_the_order_of_first_mention():
     consecutive = TextGroups.consecutive([2, 0, 3])
     assert list(consecutive) == [[0, 1], [], [2, 3, 4]]
     assert [consecutive.group_of(text) for text in range(5)] == [0, 0, 2, 2, 2]
+    some = TextGroups.of_lists([[7], [], [9, 2]])
+    assert [some.group_of(text) for text in (7, 9, 2)] == [0, 2, 2]
 
 
 def test_streamed_json(tmp_path):
