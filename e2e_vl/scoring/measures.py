@@ -14,7 +14,7 @@ from e2e_vl.scoring.coordinates import to_corners, to_pixels
 from e2e_vl.scoring.intervals import bootstrap_intervals
 from e2e_vl.scoring.truths import TrueText
 
-THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9)
+THRESHOLDS = (0.5, 0.6, 0.7, 0.75, 0.8, 0.9)
 CONVENTIONS = ("continuous", "mattnet", "vlbert", "strict", "generalized")
 GREC_MIN_SCORE = 0.7  # of a predicted box in gRefCOCO's official evaluator
 

@@ -14,6 +14,7 @@ from torchvision.ops import box_iou, generalized_box_iou
 
 from e2e_vl.cli import score
 from e2e_vl.metrics.refcoco import ReferringPrediction, referring_metrics
+from e2e_vl.metrics.refinement import overlaps_of, refinement_metrics
 from e2e_vl.predictions import write_list
 from tests.conftest import ROOT
 from tests.scoring.drawn import draw_flickr30k, draw_grefcoco, draw_predictions, draw_refcoco
@@ -72,6 +73,14 @@ def test_the_numbers_are_those_of_the_tested_metrics_and_of_torchvision(seed, tm
         expected = referring_metrics(records, convention)
         assert value(numbers, "accuracy at 0.5") == expected["accuracy"], convention
         assert value(numbers, "ceiling") == expected["ceiling"], convention
+        overlaps = []
+        for row, prediction in zip(rows, predictions, strict=True):
+            overlaps.append(overlaps_of(best(prediction), None, [], [row["box"]], convention, row["size"]))
+        refined = refinement_metrics(overlaps, convention)
+        for name, metric in (("0.75", "accuracy_75"), ("0.9", "accuracy_90")):
+            assert value(numbers, f"accuracy at {name}") == refined[metric], convention
+        if convention != "generalized":  # it may be below 0
+            assert value(numbers, "mean IoU") == pytest.approx(refined["mean_iou"], abs=1e-12), convention
         if convention == "continuous":
             assert value(numbers, "mean IoU") == pytest.approx(float(ious.mean()), abs=1e-12)
             for threshold in (0.6, 0.7, 0.8, 0.9):
