@@ -31,7 +31,7 @@ from detector.file_kinds import name_kind, read_start
 from detector.io import NUMPY_IN_PICKLES, atomic_file, read_json, read_pickle, write_text
 from detector.rpn import configured_cell_anchors
 from detector.structures import Detector
-from detector.weight_names import CELL_ANCHORS, PREDICTOR, UNUSED_KEYS, strip_wrappers, to_detector_names
+from detector.weight_names import CELL_ANCHORS, MASK_HEAD, PREDICTOR, UNUSED_KEYS, strip_wrappers, to_detector_names
 from detector.yaml_tree import flatten, load_tree
 from detector.zoo import PublishedWeights, download_weights, find_published_weights, resolve_weights, suggest_names
 
@@ -63,8 +63,11 @@ EXPECT: dict[str, dict[str, Sequence[str]]] = {
     "all": {"allow_unexpected": UNUSED_KEYS},
     "no_attributes": {"allow_unexpected": (*UNUSED_KEYS, *ATTRIBUTE_HEAD), "allow_missing": ATTRIBUTE_HEAD},
     "no_predictor": {"allow_unexpected": UNUSED_KEYS, "allow_missing": (PREDICTOR,)},
+    "no_mask_head": {"allow_unexpected": UNUSED_KEYS, "allow_missing": (MASK_HEAD,)},
     "backbone": {},  # `load_checkpoint` sets `only`
 }
+
+LEFT_OUT = {"no_predictor": PREDICTOR, "no_mask_head": MASK_HEAD}  # prefixes of what keeps its values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -349,7 +352,7 @@ def load_weights(
     if not refused.is_complete:
         part = ""
         if isinstance(module, Detector):
-            part = " To load a part of it, expect no_attributes, no_predictor or backbone."
+            part = " To load a part of it, expect no_attributes, no_predictor, no_mask_head or backbone."
         raise UserError(
             f"{source} does not fit the model's config: {refused.summary()}. Use the config it was trained with.{part}"
         )
@@ -409,7 +412,10 @@ def _warn_of_other_conventions(config: DetectorConfig, trained_with: dict[str, A
 
 
 def load_checkpoint(
-    detector: Detector, path: str | Path, *, expect: Literal["all", "no_attributes", "no_predictor", "backbone"] = "all"
+    detector: Detector,
+    path: str | Path,
+    *,
+    expect: Literal["all", "no_attributes", "no_predictor", "no_mask_head", "backbone"] = "all",
 ) -> LoadReport:
     """Load a saved or published checkpoint into a detector.
 
@@ -417,8 +423,9 @@ def load_checkpoint(
         path: see `read_weights`.
         expect: the part of the detector that the file must contain. "no_attributes": all but the attribute head, which
             may be missing from the file or from the detector. "no_predictor": all but the box predictor, which keeps
-            its values: for a detector of other classes. "backbone": stem to res5; the RPN and the box predictor
-            keep their values even if the file contains them.
+            its values: for a detector of other classes. "no_mask_head": all but the mask head, which keeps its values:
+            for the weights of a Faster R-CNN, or of a Mask R-CNN with another head. "backbone": stem to res5; the RPN
+            and the box predictor keep their values even if the file contains them.
     """
     weights = read_weights(path)
     names = detector.state_dict().keys()
@@ -431,8 +438,11 @@ def load_checkpoint(
         norm_eps=weights.norm_eps,
     )
     options = EXPECT[expect]
-    if expect == "no_predictor":
-        tensors = {name: value for name, value in tensors.items() if not name.startswith(PREDICTOR)}
+    if expect in LEFT_OUT:
+        tensors = {name: value for name, value in tensors.items() if not name.startswith(LEFT_OUT[expect])}
+    elif detector.config.mask_on and expect != "backbone":
+        used = [prefix for prefix in options["allow_unexpected"] if prefix != MASK_HEAD]
+        options = options | {"allow_unexpected": used}
     if expect == "backbone":
         options = {"only": detector.config.backbone_spec.weight_prefixes}
     report = load_weights(detector, tensors, path, layout=layout, **options)

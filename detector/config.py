@@ -5,8 +5,8 @@ Each field has Detectron2's key and default value. There are four kinds of keys:
 - supported: the fields of the classes below;
 - additional: supported keys that Detectron2 does not have (`OUR_KEYS`), written only if they differ from their default;
 - fixed: Detectron2 keys for which only one value is supported (`FIXED`); any other value raises an error;
-- ignored: keys that do not affect a Faster R-CNN, such as those of training (`IGNORED`). The keys of FPN or of the box
-  head (`StandardROIHeads`) are also ignored if the model does not have that part.
+- ignored: keys that do not affect the network, such as those of training (`IGNORED`). The keys of FPN, of the box head
+  (`StandardROIHeads`) or of the mask head are also ignored if the model does not have that part.
 
 Any other key raises an error. MODEL.BACKBONE.NAME (a key of `BACKBONES`) and MODEL.ROI_HEADS.NAME (res5 on RoI maps, or
 a box head) determine the architecture.
@@ -37,7 +37,6 @@ FIXED: dict[str, Any] = {
     "VERSION": 2,
     "MODEL.META_ARCHITECTURE": "GeneralizedRCNN",
     "MODEL.LOAD_PROPOSALS": False,
-    "MODEL.MASK_ON": False,
     "MODEL.KEYPOINT_ON": False,
     "MODEL.RESNETS.DEFORM_ON_PER_STAGE": [False, False, False, False],
     "MODEL.PROPOSAL_GENERATOR.NAME": "RPN",
@@ -52,7 +51,6 @@ FIXED: dict[str, Any] = {
 # What is supported instead, for keys that published files often set to other values.
 SUPPORTED: dict[str, str] = {
     "MODEL.META_ARCHITECTURE": "only two-stage box detectors are supported: GeneralizedRCNN with C4, DC5 or FPN",
-    "MODEL.MASK_ON": "only boxes are supported; set MODEL.MASK_ON: False to load the box part of a Mask R-CNN",
     "MODEL.KEYPOINT_ON": "only boxes are supported; set MODEL.KEYPOINT_ON: False to load the box part",
 }
 
@@ -81,7 +79,6 @@ IGNORED: tuple[str, ...] = (
     "MODEL.SEM_SEG_HEAD.",
     "MODEL.ROI_BOX_HEAD.TRAIN_ON_PRED_BOXES",
     "MODEL.ROI_KEYPOINT_HEAD.",
-    "MODEL.ROI_MASK_HEAD.",
     "TEST.AUG.",
     "TEST.EVAL_PERIOD",
     "TEST.EXPECTED_RESULTS",
@@ -128,7 +125,7 @@ STRIDES = {"res2": 4, "res3": 8, "res4": 16, "res5": 32}  # of the maps of other
 NORM_EPS = 1e-5  # epsilon of frozen batch norms, as in Detectron2
 BACKENDS = ("builtin", "detectron2")  # detectors that this file configures
 # of a weights file, see `EXPECT` in checkpoint.py
-EXPECTED_PARTS = ("all", "no_attributes", "no_predictor", "backbone")
+EXPECTED_PARTS = ("all", "no_attributes", "no_predictor", "no_mask_head", "backbone")
 
 # Types of fields. Some special values of Detectron2 are not supported (MIN_SIZE_TEST 0, DETECTIONS_PER_IMAGE -1).
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -147,6 +144,7 @@ OptionalNorm = Literal["", "FrozenBN", "BN", "SyncBN", "GN", "LN"]
 Rounding = Literal["detectron2", "truncate", "torchvision", "opencv", "r2c"]
 ResizeLibrary = Literal["torch", "pil"]
 BoxLoss = Literal["smooth_l1", "giou", "diou", "ciou"]
+PoolerType = Literal["ROIAlignV2", "ROIAlign", "ROIPool"]
 
 
 def _parse_literal(value: Any) -> Any:
@@ -315,9 +313,7 @@ class ROIHeadsConfig(Struct, frozen=True, rename=_under("MODEL.ROI_HEADS")):
     score_thresh: Fraction = field(default=0.05, name="MODEL.ROI_HEADS.SCORE_THRESH_TEST")
     nms_thresh: Fraction = field(default=0.5, name="MODEL.ROI_HEADS.NMS_THRESH_TEST")
     detections_per_image: PositiveInt = field(default=100, name="TEST.DETECTIONS_PER_IMAGE")
-    pooler_type: Literal["ROIAlignV2", "ROIAlign", "ROIPool"] = field(
-        default="ROIAlignV2", name="MODEL.ROI_BOX_HEAD.POOLER_TYPE"
-    )
+    pooler_type: PoolerType = field(default="ROIAlignV2", name="MODEL.ROI_BOX_HEAD.POOLER_TYPE")
     pooler_resolution: PositiveInt = field(default=14, name="MODEL.ROI_BOX_HEAD.POOLER_RESOLUTION")
     pooler_sampling_ratio: NonNegativeInt = field(default=0, name="MODEL.ROI_BOX_HEAD.POOLER_SAMPLING_RATIO")
     box_loss_type: BoxLoss = field(default="smooth_l1", name="MODEL.ROI_BOX_HEAD.BBOX_REG_LOSS_TYPE")
@@ -344,6 +340,22 @@ class BoxHeadConfig(Struct, frozen=True, rename=_under("MODEL.ROI_BOX_HEAD")):
     fc_dim: PositiveInt = 1024
     norm: OptionalNorm = ""
     region_feature: Literal["head", "fc6", "fc7", "mean"] = "head"
+
+
+class MaskHeadConfig(Struct, frozen=True, rename=_under("MODEL.ROI_MASK_HEAD")):
+    """Mask head of Mask R-CNN, with MODEL.MASK_ON: NUM_CONV 3x3 convolutions, a deconvolution and a 1x1 convolution.
+
+    With `StandardROIHeads` its maps are pooled by the rule of the POOLER keys; in a C4 detector they are those of res5.
+    """
+
+    name: Literal["MaskRCNNConvUpsampleHead"] = "MaskRCNNConvUpsampleHead"
+    pooler_type: PoolerType = "ROIAlignV2"
+    pooler_resolution: PositiveInt = 14
+    pooler_sampling_ratio: NonNegativeInt = 0
+    num_conv: NonNegativeInt = 0
+    conv_dim: PositiveInt = 256
+    norm: OptionalNorm = ""
+    class_agnostic: bool = field(default=False, name="MODEL.ROI_MASK_HEAD.CLS_AGNOSTIC_MASK")
 
 
 class AttributeConfig(Struct, frozen=True, rename=_under("MODEL.ROI_BOX_HEAD.ATTRIBUTES")):
@@ -527,11 +539,12 @@ class R2CSpec(ResNetSpec):
             or resnet.res2_out_channels != 4 * resnet.width_per_group
             or resnet.num_groups > 1
             or resnet.freeze_at > 4
+            or config.mask_on
         ):
             raise UserError(
                 "MODEL.R2C.FEATURE_DIM needs MODEL.ROI_HEADS.NAME Res5ROIHeads, MODEL.ROI_BOX_HEAD.POOLER_TYPE "
-                "ROIAlign, MODEL.BACKBONE.FREEZE_AT 4 or less, and of MODEL.RESNETS STEM_POOL max, NUM_GROUPS 1 and "
-                "RES2_OUT_CHANNELS 4 times WIDTH_PER_GROUP."
+                "ROIAlign, MODEL.MASK_ON false, MODEL.BACKBONE.FREEZE_AT 4 or less, and of MODEL.RESNETS STEM_POOL "
+                "max, NUM_GROUPS 1 and RES2_OUT_CHANNELS 4 times WIDTH_PER_GROUP."
             )
 
 
@@ -621,6 +634,8 @@ class DetectorConfig(Struct, frozen=True):
     rpn: RPNConfig = RPNConfig()
     roi_heads: ROIHeadsConfig = ROIHeadsConfig()
     box_head: BoxHeadConfig = BoxHeadConfig()
+    mask_on: bool = field(default=False, name="MODEL.MASK_ON")
+    mask_head: MaskHeadConfig = MaskHeadConfig()
     attributes: AttributeConfig = AttributeConfig()
     r2c: R2CConfig = R2CConfig()
     transformers: TransformersConfig = TransformersConfig()
@@ -729,7 +744,9 @@ class DetectorConfig(Struct, frozen=True):
         entry = BACKBONES.get(flat.get("MODEL.BACKBONE.NAME"))
         if entry is not None:
             flat = entry.spec.complete(flat)
-        unused = _unused_groups(flat.get("MODEL.BACKBONE.NAME"), flat.get("MODEL.ROI_HEADS.NAME"))
+        unused = _unused_groups(
+            flat.get("MODEL.BACKBONE.NAME"), flat.get("MODEL.ROI_HEADS.NAME"), flat.get("MODEL.MASK_ON", False)
+        )
         nested: dict[str, Any] = {}
         for key in flat.keys() & KEYS.keys():
             group = KEYS[key][0]
@@ -745,7 +762,7 @@ class DetectorConfig(Struct, frozen=True):
     def to_flat(self) -> dict[str, Any]:
         """Convert to dotted keys and plain values; `OUR_KEYS` are included only if they differ from their default."""
         flat = dict(FIXED)
-        unused = _unused_groups(self.backbone, self.roi_heads.name)
+        unused = _unused_groups(self.backbone, self.roi_heads.name, self.mask_on)
         for key, (group, setting) in KEYS.items():
             settings = getattr(self, group) if group else self
             value = getattr(settings, setting.name)
@@ -786,13 +803,15 @@ def _format_error(error: msgspec.ValidationError) -> str:
     return f"{message}."
 
 
-def _unused_groups(backbone: Any, heads: Any) -> set[str]:
+def _unused_groups(backbone: Any, heads: Any, mask_on: Any) -> set[str]:
     """Return the groups that an architecture does not have. Their keys, except `OUR_KEYS`, are ignored."""
     unused = set()
     if backbone not in BACKBONES or not BACKBONES[backbone].spec.reads_fpn:
         unused.add("fpn")
     if heads != STANDARD_HEADS:
         unused.add("box_head")
+    if not mask_on:
+        unused.add("mask_head")
     return unused
 
 

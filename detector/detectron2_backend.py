@@ -104,6 +104,10 @@ class Detectron2Detector(TwoStageDetector):
 
     def __init__(self, config: DetectorConfig, class_names: Sequence[str] | None = None) -> None:
         super().__init__(config, class_names)
+        if config.mask_on:
+            raise UserError(
+                "Masks need the built-in detector; set detector.backend to builtin, or MODEL.MASK_ON: false."
+            )
         if config.backbone not in (C4_BACKBONE, FPN_BACKBONE):
             raise UserError(
                 f"Detectron2 does not have MODEL.BACKBONE.NAME {config.backbone}; set detector.backend to builtin."

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Float32, Int64
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -180,7 +180,16 @@ class TwoStageDetector(Detector):
         regions = self._make_regions(region_boxes, region_features)
         if boxes is None:
             regions = self._with_scores(regions, detections, whole_image)
-        return dataclasses.replace(regions, losses=losses)
+        maps = features if self.config.mask_on else None
+        return dataclasses.replace(regions, losses=losses, maps=maps)
+
+    @override
+    def mask_logits(
+        self, maps: FeatureMaps, rois: Float[Tensor, "J 5"], classes: Int64[Tensor, " J"]
+    ) -> Float32[Tensor, "J M M"]:
+        if not self.config.mask_on:
+            return super().mask_logits(maps, rois, classes)
+        return self.roi_heads.mask_logits(maps, rois, classes)
 
     def _describe(
         self, features: FeatureMaps, groups: dict[str, list[Float[Tensor, "_R 4"]]], roi_masks: list[Tensor] | None

@@ -1,4 +1,4 @@
-"""RoI heads of both architectures, named as in Detectron2: pool RoIs, describe each, predict, sample, detect.
+"""RoI heads of both architectures, named as in Detectron2: pool RoIs, describe each, predict, sample, detect, mask.
 
 Shape legend: see `detector/structures.py`.
 
@@ -31,6 +31,7 @@ from detector.boxes import (
 )
 from detector.config import AttributeConfig, BoxHeadConfig, DetectorConfig, ROIHeadsConfig
 from detector.errors import UserError
+from detector.mask_head import MaskHead
 from detector.roi_pooler import RoIPooler, to_rois
 from detector.structures import (
     DetectionTargets,
@@ -201,6 +202,7 @@ class ROIHeads(nn.Module, abc.ABC):
     """What both kinds of heads share: all but the way from feature maps to the features of a RoI."""
 
     box_predictor: BoxPredictor
+    mask_head: MaskHead  # only with MODEL.MASK_ON
 
     def __init__(self, config: DetectorConfig) -> None:
         super().__init__()
@@ -208,6 +210,17 @@ class ROIHeads(nn.Module, abc.ABC):
         self.num_classes = config.roi_heads.num_classes
         self.in_features = config.roi_heads.in_features
         self.pool = RoIPooler(config)
+
+    @abc.abstractmethod
+    def _mask_maps(self, maps: LevelMaps, rois: Float[Tensor, "J 5"]) -> Float[Tensor, "J channels S S"]:
+        """Return the RoI maps that the mask head reads, from the maps of IN_FEATURES."""
+
+    def mask_logits(
+        self, features: FeatureMaps, rois: Float[Tensor, "J 5"], classes: Int64[Tensor, " J"]
+    ) -> Float32[Tensor, "J M M"]:
+        """Return the mask of each RoI for its class, as logits; only with MODEL.MASK_ON."""
+        maps = [features[name] for name in self.in_features]
+        return self.mask_head(self._mask_maps(maps, rois), classes).float()
 
     @abc.abstractmethod
     def _describe(
@@ -349,12 +362,18 @@ class Res5ROIHeads(ROIHeads):
         super().__init__(config)
         self.res5 = Res5(config.resnet)
         self.box_predictor = BoxPredictor(config.feature_dim, config.roi_heads, config.attributes)
+        if config.mask_on:
+            self.mask_head = MaskHead(config.mask_head, config.feature_dim, self.num_classes)
 
     def res5_map(self, features: FeatureMap, rois: Float[Tensor, "J 5"]) -> Float[Tensor, "J D S S"]:
         cells = len(features) * features.shape[2] * features.shape[3]
         if self.config.pooler_type != "ROIPool" and cells < len(rois) * self.config.pooler_resolution**2:
             return self.res5(features, lambda maps, step: self.pool([maps], rois, step))
         return self.res5(self.pool([features], rois))
+
+    @override
+    def _mask_maps(self, maps: LevelMaps, rois: Float[Tensor, "J 5"]) -> Float[Tensor, "J D S S"]:
+        return self.res5_map(maps[0], rois)
 
     @override
     def _describe(
@@ -372,6 +391,13 @@ class StandardROIHeads(ROIHeads):
         channels = config.map_shapes[self.in_features[0]].channels
         self.box_head = BoxHead(config.box_head, channels, config.roi_heads.pooler_resolution)
         self.box_predictor = BoxPredictor(self.box_head.predictor_dim, config.roi_heads, config.attributes)
+        if config.mask_on:
+            self.mask_pool = RoIPooler(config, config.mask_head)
+            self.mask_head = MaskHead(config.mask_head, channels, self.num_classes)
+
+    @override
+    def _mask_maps(self, maps: LevelMaps, rois: Float[Tensor, "J 5"]) -> Float[Tensor, "J channels S S"]:
+        return self.mask_pool(maps, rois)
 
     @override
     def _describe(

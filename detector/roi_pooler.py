@@ -13,7 +13,7 @@ from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
 from detector.boxes import area
-from detector.config import DetectorConfig
+from detector.config import DetectorConfig, MaskHeadConfig, ROIHeadsConfig
 from detector.structures import FeatureMap, ImageBoxes, LevelMaps
 
 
@@ -140,10 +140,15 @@ def assign_levels(
 
 
 class RoIPooler:
-    """Pool each RoI from the feature level for its size."""
+    """Pool each RoI from the feature level for its size.
 
-    def __init__(self, config: DetectorConfig) -> None:
-        self.config = config.roi_heads
+    Args:
+        settings: type, resolution and sampling ratio; None: those of the box head.
+    """
+
+    def __init__(self, config: DetectorConfig, settings: ROIHeadsConfig | MaskHeadConfig | None = None) -> None:
+        self.settings = settings or config.roi_heads
+        self.level_rule = config.roi_heads.level_rule
         self.in_features = config.roi_heads.in_features
         self.strides = [config.map_shapes[name].stride for name in self.in_features]
 
@@ -155,7 +160,7 @@ class RoIPooler:
         if len(self.strides) == 1:
             return self._pool(maps[0], rois, self.strides[0], step)
         first = int(math.log2(self.strides[0]))
-        levels = assign_levels(rois[:, 1:], first, first + len(self.strides) - 1, self.config.level_rule)
+        levels = assign_levels(rois[:, 1:], first, first + len(self.strides) - 1, self.level_rule)
         levels -= first
         order = levels.argsort(stable=True)
         numbers = torch.arange(len(self.strides), device=levels.device)
@@ -168,22 +173,22 @@ class RoIPooler:
     def _pool(
         self, features: FeatureMap, rois: Float[Tensor, "rois 5"], stride: int, step: int
     ) -> Float[Tensor, "rois channels S S"]:
-        config = self.config
+        settings = self.settings
         # bfloat16 is not precise enough for RoI coordinates
         features = features.to(torch.promote_types(features.dtype, torch.float32))
         rois = rois.to(features.dtype)
-        if config.pooler_type == "ROIPool":
+        if settings.pooler_type == "ROIPool":
             from torchvision.ops import roi_pool
 
-            side = (config.pooler_resolution, config.pooler_resolution)
+            side = (settings.pooler_resolution, settings.pooler_resolution)
             maps = roi_pool(features, rois, side, 1.0 / stride)[:, :, ::step, ::step]
             return maps.contiguous(memory_format=torch.channels_last)
         return align_rois(
             features,
             rois,
-            config.pooler_resolution,
+            settings.pooler_resolution,
             1.0 / stride,
-            sampling_ratio=config.pooler_sampling_ratio,
-            aligned=config.pooler_type == "ROIAlignV2",
+            sampling_ratio=settings.pooler_sampling_ratio,
+            aligned=settings.pooler_type == "ROIAlignV2",
             stride=step,
         )

@@ -11,6 +11,7 @@ Shape legend of the whole package
     B     anchors of one image
     J     RoIs of all images, joined; rows are [image, x1, y1, x2, y2]
     S     side of a RoI map
+    M     side of a predicted mask
     D     width of a region feature
     K     foreground classes; K is also the label of the background
     A     attributes
@@ -158,6 +159,7 @@ class Regions(Movable):
     classes: list[Int64[Tensor, " _R"]] | None = None  # detected class; None when the boxes were given
     attribute_logits: list[Float[Tensor, "_R A"]] | None = None  # only with an attribute head
     losses: dict[str, Loss] = dataclasses.field(default_factory=dict)  # detection losses, when targets were passed
+    maps: FeatureMaps | None = None  # for `Detector.mask_logits`; None: the detector has no mask head
 
     def __len__(self) -> int:
         return len(self.boxes)
@@ -196,6 +198,19 @@ class Detector(nn.Module, abc.ABC):
         raise UserError(
             f"{type(self).__name__} has no blocks that can be compiled; switch train.torch_compile off or use "
             "detector.backend builtin."
+        )
+
+    def mask_logits(
+        self, maps: FeatureMaps, rois: Float[Tensor, "J 5"], classes: Int64[Tensor, " J"]
+    ) -> Float32[Tensor, "J M M"]:
+        """Return the masks of boxes as logits, with the gradient to the backbone; M * M cells cover a box.
+
+        Args:
+            maps: `Regions.maps` of the forward pass.
+            classes: 0 .. K-1, for a head with a mask per class.
+        """
+        raise UserError(
+            f"{type(self).__name__} has no mask head; use detector.backend builtin with MODEL.MASK_ON true."
         )
 
     @abc.abstractmethod

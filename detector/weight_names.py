@@ -174,9 +174,10 @@ def _torchvision_name(name: str) -> str:
 
 # Until May 2021, Detectron2 saved these as buffers, one per feature map. They duplicate config values.
 CELL_ANCHORS = "proposal_generator.anchor_generator.cell_anchors."
-# Mask and keypoint heads are not used. The last three names are Caffe2's.
+MASK_HEAD = "roi_heads.mask_head."
+# Mask heads are used with MODEL.MASK_ON only, keypoint heads are not. The last three names are Caffe2's.
 OTHER_BRANCHES = (
-    "roi_heads.mask_head.",
+    MASK_HEAD,
     "roi_heads.mask_pooler.",
     "roi_heads.keypoint_head.",
     "roi_heads.keypoint_pooler.",

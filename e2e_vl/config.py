@@ -161,7 +161,7 @@ class RunDetectorConfig(Config, frozen=True):
     overrides: dict[str, Any] = {}  # nested Detectron2 keys that override the file
     weights: str | None = None  # published weights by name, a file or a folder to start from; None = random
     # what the weights must contain; the rest is initialised randomly
-    expect: Literal["all", "no_attributes", "no_predictor", "backbone"] = "all"
+    expect: Literal["all", "no_attributes", "no_predictor", "no_mask_head", "backbone"] = "all"
     # without `weights`, start from those that MODEL.TRANSFORMERS_BACKBONE.NAME names
     backbone_weights: bool = True
     freeze: bool = False  # keep the initial weights and batch statistics of the whole detector

@@ -201,7 +201,9 @@ def test_imagenet_files_fill_the_backbone_alone(tmp_path: Path, tree: dict, pref
         if name.startswith(prefixes)
     }
     path = published.write_pickle(tmp_path / "R-50.pkl", trunk_content(trunk, style))
-    with pytest.raises(UserError, match=r"R-50\.pkl does not fit .*expect no_attributes, no_predictor or backbone"):
+    with pytest.raises(
+        UserError, match=r"R-50\.pkl does not fit .*expect no_attributes, no_predictor, no_mask_head or backbone"
+    ):
         load_checkpoint(model, path)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     report = load_checkpoint(model, path, expect="backbone")
