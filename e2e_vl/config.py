@@ -369,6 +369,17 @@ class BoxRefinementConfig(Config, frozen=True):
     weights: str | None = None  # another run to start this head from; None = random
 
 
+class SegmentationConfig(Config, frozen=True):
+    """Segmentation as an additional loss: the detector's mask head cuts out the regions that the task chooses.
+
+    For the task refcoco. The detector needs MODEL.MASK_ON.
+    """
+
+    weight: NonNegativeFloat = 0.0  # weight of this loss relative to the task's; 0 = no masks
+    # the region that fits the box of a named object best learns its mask, from this IoU on
+    min_iou: Annotated[float, Meta(gt=0, le=1)] = 0.5
+
+
 class RunConfig(Config, frozen=True, kw_only=True):
     """All settings of a run."""
 
@@ -380,6 +391,7 @@ class RunConfig(Config, frozen=True, kw_only=True):
     data: DataConfig
     phrases: PhraseConfig = PhraseConfig()
     box_refinement: BoxRefinementConfig = BoxRefinementConfig()
+    segmentation: SegmentationConfig = SegmentationConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
 
@@ -411,6 +423,10 @@ class RunConfig(Config, frozen=True, kw_only=True):
                 self.box_refinement.weight > 0 and self.data.boxes.train is BoxSource.GT,
                 "box_refinement.weight needs boxes that differ from the annotated ones, so data.boxes.train cannot be "
                 "gt; choose another source",
+            ),
+            (
+                self.segmentation.weight > 0 and self.detector.freeze,
+                "segmentation.weight trains the detector's mask head, which detector.freeze freezes; set one only",
             ),
         ):
             if is_wrong:

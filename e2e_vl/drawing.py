@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import cv2
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
@@ -43,6 +44,7 @@ _PAD = 3  # between a label's text and its edge
 _LUMINANCE = (0.299, 0.587, 0.114)  # of red, green and blue, ITU-R BT.601
 _HEAT = "YlOrRd"  # matplotlib colormap: light for low values
 _MOST_HEAT = 0.8  # opacity of the highest value
+_TINT = 0.5  # opacity of a mask
 _MOST_GREY = 0.55  # share of grey in the image below
 
 
@@ -135,6 +137,18 @@ def draw_boxes(
     ImageDraw.Draw(titled).text((_PAD, _PAD), header.text, fill=_BLACK, font=_font(title_size), spacing=0)
     titled.paste(picture, (0, header.height + _PAD))
     return np.array(titled)
+
+
+def tint(image: np.ndarray, mask: np.ndarray, colour: Colour) -> np.ndarray:
+    """Return a copy of an image, uint8 [h, w, 3], in which the pixels of a mask are tinted.
+
+    The mask, bool [h', w'], is stretched over the image.
+    """
+    height, width = image.shape[:2]
+    mask = cv2.resize(mask.view(np.uint8), (width, height), interpolation=cv2.INTER_NEAREST_EXACT).astype(bool)
+    tinted = image.copy()
+    tinted[mask] = np.round((1 - _TINT) * image[mask] + _TINT * np.array(colour)).astype(np.uint8)
+    return tinted
 
 
 def _size_labels(texts: Sequence[str], width: int, height: int, size: int) -> tuple[int, list[_Label]]:

@@ -6,6 +6,7 @@
        |                                                                                |                   predictions
        |                                                        intermediate states --> phrase head --> losses, phrases
        |                                       states and features of regions --> box refinement --> losses, moved boxes
+       |                                             maps of detector, chosen regions --> segmentation --> losses, masks
        |
        +-- pre-training only: a pass of the teacher over the whole images labels the regions; then some regions are
            masked in the pixels, before the detector sees them, or only their features are replaced
@@ -41,6 +42,7 @@ from e2e_vl.structures import (
 from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.box_refinement import BoxRefinementHead
 from e2e_vl.tasks.phrase_head import PhraseHead
+from e2e_vl.tasks.segmentation import Segmentation
 
 
 class VisionLanguageModel(nn.Module):
@@ -51,6 +53,7 @@ class VisionLanguageModel(nn.Module):
         teacher: labels the masked regions and is not trained; None: the detector itself labels them.
         phrase_head: grounds the phrases of texts, in addition to the task.
         box_refinement: moves the regions onto the objects that texts name.
+        segmentation: cuts out the regions that the task chooses, with the detector's mask head.
         freeze_detector: keep the initial weights and batch statistics of the detector.
     """
 
@@ -63,6 +66,7 @@ class VisionLanguageModel(nn.Module):
         teacher: Detector | None = None,
         phrase_head: PhraseHead | None = None,
         box_refinement: BoxRefinementHead | None = None,
+        segmentation: Segmentation | None = None,
         freeze_detector: bool = False,
     ):
         super().__init__()
@@ -72,6 +76,7 @@ class VisionLanguageModel(nn.Module):
         self.teacher = None if teacher is None else teacher.requires_grad_(False).eval()
         self.phrase_head = phrase_head
         self.box_refinement = box_refinement
+        self.segmentation = segmentation
         self.freeze_detector = freeze_detector
         if freeze_detector:
             detector.requires_grad_(False)
@@ -96,7 +101,8 @@ class VisionLanguageModel(nn.Module):
 
         Returns the task's losses and logits, the regions per image (with detection losses if the batch has detection
         targets) and per text, the encoder's output (with attention maps if `output_attentions`), the output of the
-        phrase head if the batch has phrases, and the refined boxes if there is box refinement.
+        phrase head if the batch has phrases, the refined boxes if there is box refinement, and masks if there is
+        segmentation.
         """
         if batch.image_index.shape[1] > 1:
             self.encoder.require(Ability.IMAGE_PAIRS, "A text about several images")
@@ -107,7 +113,14 @@ class VisionLanguageModel(nn.Module):
         task = self.task(batch, text_regions, encoded)
         phrases = self.phrase_head(batch, text_regions, encoded.intermediate) if grounds_phrases else None
         refinement = None if self.box_refinement is None else self.box_refinement(batch, text_regions, encoded)
-        return ModelOutput(task, regions, text_regions, encoded, batch, self.detector.class_names, phrases, refinement)
+        output = ModelOutput(
+            task, regions, text_regions, encoded, batch, self.detector.class_names, phrases, refinement
+        )
+        if self.segmentation is not None:
+            chosen_regions = None if self.training else self.task.chosen_regions(task, text_regions)
+            whole_image = self.encoder.uses_whole_image
+            output.segmentation = self.segmentation(self.detector, output, chosen_regions, whole_image=whole_image)
+        return output
 
     def encode(
         self, batch: Batch, output_attentions: bool = False, intermediate_layers: Collection[int] = ()

@@ -15,6 +15,7 @@ import numpy as np
 
 from detector.errors import UserError
 from e2e_vl.io import Id
+from e2e_vl.masks import ObjectMask
 from e2e_vl.predictions import TrueObject
 
 
@@ -197,6 +198,7 @@ class ReferredBoxes:
     boxes: tuple[tuple[float, float, float, float], ...]
     ann_ids: tuple[Id, ...] | None = None  # annotations of the boxes; None: unknown
     category: str | None = None  # of the one box; None: unknown, or not exactly one box
+    masks: tuple[ObjectMask, ...] | None = None  # of the boxes' objects; None: not needed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -274,6 +274,15 @@ class RefinementOutput:
 
 
 @dataclasses.dataclass
+class SegmentationOutput(Movable):
+    """The masks of the regions that a task chooses for M texts."""
+
+    # side * side cells that cover the region's box, see `paste_mask`; meaningless where none is chosen. None: training
+    probabilities: Float[Tensor, "M side side"] | None
+    losses: dict[str, Loss]
+
+
+@dataclasses.dataclass
 class ModelOutput(Movable):
     """The output of one forward pass."""
 
@@ -285,6 +294,7 @@ class ModelOutput(Movable):
     class_names: tuple[str, ...] | None = None  # of the detector's classes; None: unknown
     phrases: PhraseOutput | None = None  # None: not needed
     refinement: RefinementOutput | None = None  # None: boxes are not refined
+    segmentation: SegmentationOutput | None = None  # None: there are no masks
 
     @property
     def refined_regions(self) -> TextRegions:
@@ -300,7 +310,7 @@ class ModelOutput(Movable):
         """
         if self.text_regions.boxes.device.type == "cpu":
             return self
-        heavy = {"features": [], "class_logits": [], "attribute_logits": None}
+        heavy = {"features": [], "class_logits": [], "attribute_logits": None, "maps": None}
         images = self.batch.images
         moved = dataclasses.replace(
             self,
@@ -316,17 +326,19 @@ class ModelOutput(Movable):
 
     @property
     def losses(self) -> dict[str, Loss]:
-        """All losses by name, unweighted: those of the task, of phrases, of box refinement and of the detector."""
+        """All losses by name, unweighted: those of `task_losses` and of the detector."""
         return {**self.task_losses, **self.regions.losses}
 
     @property
     def task_losses(self) -> dict[str, Loss]:
-        """The losses of the task, of phrases and of box refinement by name, unweighted."""
+        """The losses of the task, of phrases, of box refinement and of segmentation by name, unweighted."""
         losses = dict(self.task.losses)
         if self.phrases is not None:
             losses |= self.phrases.losses
         if self.refinement is not None:
             losses |= self.refinement.losses
+        if self.segmentation is not None:
+            losses |= self.segmentation.losses
         return losses
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int64, Shaped
+from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
 from detector.structures import Movable
@@ -41,6 +41,33 @@ class Ragged(Movable):
 
 
 @dataclasses.dataclass
+class NamedMasks(Movable):
+    """Masks of objects that the texts of a batch name, in pixels of the resized image, padded to the largest one."""
+
+    masks: Bool[Tensor, "masks H W"]
+    boxes: Float[Tensor, "masks 4"]
+    owner: Int64[Tensor, " masks"]  # the index of the text that names each of them
+
+    @classmethod
+    def join(cls, texts: Sequence[tuple[Bool[np.ndarray, "_n _h _w"], Float[np.ndarray, "_n 4"]] | None]) -> NamedMasks:
+        """Join the masks and boxes of texts; None: a text without any."""
+        masks: list[Tensor] = []
+        boxes = [np.zeros((0, 4), dtype=np.float32)]
+        owner: list[int] = []
+        for number, text in enumerate(texts):
+            if text is not None:
+                masks += map(torch.from_numpy, text[0])
+                boxes.append(text[1])
+                owner += [number] * len(text[1])
+        height = max((mask.shape[0] for mask in masks), default=1)
+        width = max((mask.shape[1] for mask in masks), default=1)
+        padded = torch.zeros(len(masks), height, width, dtype=torch.bool)
+        for row, mask in zip(padded, masks, strict=True):
+            row[: mask.shape[0], : mask.shape[1]] = mask
+        return cls(padded, torch.from_numpy(np.concatenate(boxes)), torch.tensor(owner, dtype=torch.int64))
+
+
+@dataclasses.dataclass
 class Targets(Movable):
     """Base class of a task's targets; subclasses are dataclasses with fields made by the functions below."""
 
@@ -66,6 +93,10 @@ class Targets(Movable):
 
     def named_boxes(self) -> Ragged | None:
         """Return the boxes [boxes, 4] that the texts of a batch name, a list per text; None: unknown, by default."""
+        return None
+
+    def named_masks(self) -> NamedMasks | None:
+        """Return the masks of objects that the texts of a batch name; None: unknown, by default."""
         return None
 
     def truncate(self, index: Int64[Tensor, "M L"], attention_mask: Bool[Tensor, "M L"]) -> Targets:
@@ -123,6 +154,14 @@ def nested(*row: int) -> Any:
     `row` is the shape [...] of one entry, for batches without any array (float32).
     """
     return _field(lambda values: join_ragged(list(itertools.chain.from_iterable(values)), row))
+
+
+def padded_masks() -> Any:
+    """Return a field with a pair of masks bool [n, h, w] and boxes [n, 4] per text, or None; `NamedMasks` in a batch.
+
+    Masks and boxes are in pixels of the resized image, (h, w) in size.
+    """
+    return _field(NamedMasks.join)
 
 
 def by_name() -> Any:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-from jaxtyping import Float, Int64, UInt8
+from jaxtyping import Bool, Float, Int64, UInt8
 
 from detector.errors import UserError
 from e2e_vl.io import Id
+from e2e_vl.masks import ObjectMask, resize_mask
 from e2e_vl.samples import BoxPredictions
 
 
@@ -71,6 +72,10 @@ class ImageTransform:
             moved[is_empty, low] = np.maximum(moved[is_empty, high] - 1, 0)
             moved[is_empty, high] = moved[is_empty, low] + 1
         return moved
+
+    def transform_mask(self, mask: ObjectMask) -> Bool[np.ndarray, "height width"]:
+        """Return the mask of an object in pixels of the resized image, see `resize_mask`; a flip is x' = width - x."""
+        return resize_mask(mask, self.original_size, self.size, flipped=self.flipped)
 
     def _clamped(self, moved: np.ndarray) -> np.ndarray:
         height, width = self.size

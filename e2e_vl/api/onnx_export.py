@@ -323,6 +323,8 @@ def check_exportable(model: TrainedModel) -> None:
     config = model.config
     if config.detector.backend != "builtin":
         raise UserError(f"{model.name}: only the built-in detector is exported, not {config.detector.backend}.")
+    if model.network.segmentation is not None:
+        raise UserError(f"{model.name}: masks are not exported; train without segmentation.weight.")
     if model.network.box_refinement is not None:
         raise UserError(f"{model.name}: the refinement of boxes is not exported; train without box_refinement.weight.")
     if not (model.network.task.predicts_box or isinstance(model.network.task, AnswerTask)):

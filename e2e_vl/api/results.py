@@ -16,7 +16,7 @@ from detector.errors import UserError, user_path
 from detector.images import ResizeRule, load_resized, resize_boxes
 from detector.io import atomic_file, write_json
 from e2e_vl.data.user_images import ImageFile
-from e2e_vl.drawing import choose_box_colours, draw_boxes
+from e2e_vl.drawing import PALETTE, choose_box_colours, draw_boxes, tint
 from e2e_vl.predictions import GroundedPhrase, Prediction, Ranked
 from e2e_vl.samples import ImageBytes
 
@@ -68,6 +68,12 @@ class Answer:
         first, *others = self.lines
         return [f"{first} (unsure)", *others]
 
+    @property
+    def mask(self) -> np.ndarray | None:
+        """The mask of what the text refers to, bool [height, width] of the original image; None: there are no masks."""
+        segmentation = getattr(self.prediction, "segmentation", None)
+        return None if segmentation is None else segmentation.to_mask()
+
     @functools.cached_property
     def phrases(self) -> list[GroundedPhrase]:
         """The phrases of the text, with boxes float32 [4]; empty for a run that does not ground phrases.
@@ -91,7 +97,7 @@ class Answer:
         return dataclasses.replace(self, top_answers=self.top_answers[:count], top_boxes=self.top_boxes[:count])
 
     def draw(self, image: int = 0) -> Image.Image:
-        """Draw the boxes of the answer, or else the regions with the most attention.
+        """Draw the boxes of the answer, with its mask if there is one, or else the regions with the most attention.
 
         Boxes of phrases have other colours, see `shown_phrases`. The boxes of an unsure answer and of uncertain phrases
         are dashed.
@@ -108,7 +114,9 @@ class Answer:
         title = "\n".join((heading, *self.warnings))
         if self.answer_boxes:
             labels, boxes = map(list, zip(*self.answer_boxes, strict=True))
-            return draw_on(self.images[image], boxes, labels, title, phrases=phrases, is_unsure=self.is_unsure)
+            return draw_on(
+                self.images[image], boxes, labels, title, phrases=phrases, is_unsure=self.is_unsure, mask=self.mask
+            )
         boxes = []
         labels = []
         for region in self.prediction.masked_regions:  # they are the first candidates
@@ -326,8 +334,12 @@ def draw_on(
     covered: Any = (),
     phrases: Sequence[GroundedPhrase] = (),
     is_unsure: bool = False,
+    mask: np.ndarray | None = None,
 ) -> Image.Image:
-    """Draw boxes given in pixels of the original image; pixels inside the `covered` boxes become grey."""
+    """Draw boxes given in pixels of the original image; pixels inside the `covered` boxes become grey.
+
+    `mask`, bool [height, width] of the original image, is tinted in the colour of the first box.
+    """
     content = image.content if isinstance(image, ImageBytes) else image
     pixels, size = load_resized(content, DISPLAY_SIZE, "RGB", str(image))
     pixels = pixels.copy()
@@ -337,6 +349,8 @@ def draw_on(
 
     for x1, y1, x2, y2 in on_picture(covered).astype(int):
         pixels[y1 : y2 + 1, x1 : x2 + 1] = GREY
+    if mask is not None:
+        pixels = tint(pixels, mask, PALETTE[0])
     moved = on_picture([*boxes, *(phrase.box for phrase in phrases)])
     return Image.fromarray(draw_boxes(pixels, moved, title=title, **box_marks(labels, phrases, is_unsure)))
 

@@ -34,6 +34,7 @@ class DataNeeds:
     objects: bool = False  # annotated objects as targets for the detection losses
     training: bool = False  # the ground truth, and anything else that is read only in training
     phrases: bool = False  # the boxes of phrases, for any task
+    masks: bool = False  # the masks of the objects that texts refer to
 
     @property
     def annotations(self) -> bool:
@@ -56,6 +57,7 @@ class VLDataset(abc.ABC):
     split_values: Sequence[Mapping[str, str]] = ({},)
     class_names: Sequence[str] | None = None  # in the order of the detector's classes; None if there are no classes
     corpus: Sequence[str] | None = None  # texts without images, for pre-training
+    has_masks: ClassVar[bool] = False  # it can read the masks of the objects that texts refer to
     has_phrases: bool = False  # some texts have annotated phrases (`SampleText.phrases`)
     has_truths: bool = True  # annotated splits have a ground truth for each text
     mixes_phrases: bool = False  # only some of several joined data sets have phrases

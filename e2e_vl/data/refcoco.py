@@ -24,6 +24,7 @@ from detector.errors import UserError, user_path
 from detector.io import convert, read_json, read_pickle
 from e2e_vl.data.base import DataFiles, DataNeeds, RecordDataset, TextRecord
 from e2e_vl.data.coco import CocoInstances, CocoObject
+from e2e_vl.data.coco_masks import CocoMasks
 from e2e_vl.data.config import NoDatasetConfig
 from e2e_vl.data.flickr30k import AnnotatedImage, EntitySentence, read_annotation, read_sentences
 from e2e_vl.data.tables import SkippedRecords, drop_repeats
@@ -188,11 +189,13 @@ class RefCOCODataset(RecordDataset):
     """
 
     file_keys = ("images", "instances", "refs", "phrases", "phrase_boxes", "detections", "features")
+    has_masks = True
     has_phrases = True
 
     def __init__(self, files: DataFiles, options: NoDatasetConfig, split: str, needs: DataNeeds) -> None:
         self.folder = files.path("images")
         self.instances = CocoInstances(files.path("instances"), files.index_folder)
+        self.masks = CocoMasks(files.path("instances"), files.index_folder) if needs.masks else None
         path = files.path("refs")
         all_expressions = read_expressions(path, self.instances)
         expressions = [expression for expression in all_expressions if split_contains(split, expression.split)]
@@ -233,7 +236,11 @@ class RefCOCODataset(RecordDataset):
             phrases = PhraseBoxes(((0, len(expression.words)),), (boxes,))
         else:
             phrases = self.phrases.of(expression.image_id, expression.words)
-        return dataclasses.replace(super().text(index), phrases=phrases)
+        text = dataclasses.replace(super().text(index), phrases=phrases)
+        if self.masks is None:
+            return text
+        masks = tuple(self.masks.of(expression.ann_ids))
+        return dataclasses.replace(text, truth=dataclasses.replace(expression.truth, masks=masks))
 
 
 class NounPhrases:

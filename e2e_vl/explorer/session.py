@@ -24,7 +24,7 @@ from detector.errors import UserError
 from detector.images import ResizeRule, load_resized, mask_rectangles, normalise_images
 from detector.io import json_text
 from e2e_vl.api.model import GREY, Answer, TrainedModel
-from e2e_vl.drawing import BLUE, RED, Colour, choose_box_colours, draw_boxes, draw_heat_map
+from e2e_vl.drawing import BLUE, PALETTE, RED, Colour, choose_box_colours, draw_boxes, draw_heat_map, tint
 from e2e_vl.predictions import Box, GroundedPhrase
 from e2e_vl.samples import ImageBytes, Question
 from e2e_vl.structures import AttentionBlock, Batch, ModelOutput
@@ -528,6 +528,8 @@ def draw_answer(session: Session, inspection: Inspection | None, masked: tuple[i
     is_dashed += [not phrase.is_clear for phrase in phrases]
     colours = choose_box_colours(len(labelled_boxes), len(phrases))
     pixels = _cover(session.image, inspection, masked)
+    if answer.mask is not None:
+        pixels = tint(pixels, answer.mask, PALETTE[0])
     return draw_boxes(pixels, _on_picture(session.image, boxes), labels, colours, dashed=is_dashed)
 
 

@@ -33,6 +33,7 @@ import numpy as np
 
 from detector.errors import UserError
 from e2e_vl.io import Id, Score
+from e2e_vl.masks import RunLengths
 from e2e_vl.predictions import Box, Prediction, write_list
 
 THRESHOLD = 0.5
@@ -62,6 +63,9 @@ class ReferringPrediction(Prediction, kw_only=True):
     ref_id: Id | None = None
     sent_id: Id | None = None
     image_id: Id | None = None
+    # the mask of the answer in pixels of the original image, empty without a box; None: the run predicts no masks
+    segmentation: RunLengths | None = None
+    gt_segmentation: RunLengths | None = None  # of all objects that the expression refers to; None: unknown
 
     @property
     def chosen_candidate(self) -> Box | None:
@@ -298,11 +302,14 @@ def write_submission(path: str | Path, predictions: Sequence[ReferringPrediction
     """Write predictions as a JSON list with one object per expression, in order.
 
     An object is {"ref_id": int, "sent_id": int, "box": [x1, y1, x2, y2]}, in pixels of the original image; the box is
-    null if the model found none. There is no evaluation server. (`ref_id` alone would be ambiguous: an object has
+    null if the model found none. A run that predicts masks adds "segmentation": {"size": [height, width], "counts":
+    str}, COCO's compressed RLE. There is no evaluation server. (`ref_id` alone would be ambiguous: an object has
     several expressions.)
     """
-    entries = [
-        {"ref_id": prediction.ref_id, "sent_id": prediction.sent_id, "box": prediction.box}
-        for prediction in predictions
-    ]
+    entries = []
+    for prediction in predictions:
+        entry = {"ref_id": prediction.ref_id, "sent_id": prediction.sent_id, "box": prediction.box}
+        if prediction.segmentation is not None:
+            entry["segmentation"] = prediction.segmentation
+        entries.append(entry)
     write_list(path, entries, ["ref_id", "sent_id"])

@@ -39,6 +39,7 @@ from e2e_vl.synthetic.generate import OtherFilesError, is_unfinished, make_scene
 from e2e_vl.tasks.base import Sizes, Task
 from e2e_vl.tasks.box_refinement import BoxRefinementHead
 from e2e_vl.tasks.phrase_head import PhraseHead
+from e2e_vl.tasks.segmentation import Segmentation
 from e2e_vl.text import TextTokenizer, build_vocabulary, load_tokenizer
 from e2e_vl.weights.base import WeightAdapter
 from e2e_vl.weights.loading import (
@@ -228,6 +229,15 @@ def build_model(
         if config.box_refinement.weights is not None:
             report = load_box_refinement(box_refinement, config.box_refinement.weights)
             on_init(InitialWeights("box_refinement", config.box_refinement.weights, report))
+    segmentation = None
+    if config.segmentation.weight:
+        check_segmentation(config, detector, task)
+        segmentation = Segmentation(config.segmentation.min_iou)
+    elif detector.config.mask_on:
+        raise UserError(
+            f"{config.detector.config} has MODEL.MASK_ON, but segmentation.weight is 0, so that nothing trains the "
+            "mask head; set segmentation.weight, or detector.overrides.MODEL.MASK_ON to false."
+        )
     if config.detector.loss_weight == 0:
         detector.freeze_predictions()
     needs_teacher = task.region_masking is not None and task.region_masking.needs_frozen_teacher
@@ -238,8 +248,28 @@ def build_model(
         teacher=copy.deepcopy(detector) if needs_teacher else None,
         phrase_head=phrase_head,
         box_refinement=box_refinement,
+        segmentation=segmentation,
         freeze_detector=config.detector.freeze,
     )
+
+
+def check_segmentation(config: RunConfig, detector: Detector, task: Task) -> None:
+    """Raise a UserError if a run cannot have the masks that `segmentation.weight` asks for."""
+    if not task.chooses_region:
+        raise UserError(
+            f"segmentation.weight is {config.segmentation.weight}, but the task {config.task.name} has no masks; only "
+            "referring expressions (refcoco) have. Set it to 0."
+        )
+    if not DATASETS[config.data.name].cls.has_masks:
+        raise UserError(
+            f"segmentation.weight is {config.segmentation.weight}, but the reader of data.name {config.data.name} "
+            "reads no masks; use refcoco with the official files, or set it to 0."
+        )
+    if not detector.config.mask_on or config.detector.backend != "builtin":
+        raise UserError(
+            "segmentation.weight needs a detector with a mask head: set detector.overrides.MODEL.MASK_ON to true, and "
+            "detector.backend to builtin."
+        )
 
 
 def build_model_without_weights(config: RunConfig, vocab_size: int) -> VisionLanguageModel:
@@ -520,7 +550,13 @@ def open_split(config: RunConfig, split: str, boxes: BoxSource, *, training: boo
     kind = DATASETS[config.data.name].cls
     check_boxes_source(kind, config.data.name, boxes)
     objects = training and config.detector.loss_weight > 0
-    needs = DataNeeds(boxes, objects=objects, training=training, phrases=config.phrases.weight > 0)
+    needs = DataNeeds(
+        boxes,
+        objects=objects,
+        training=training,
+        phrases=config.phrases.weight > 0,
+        masks=config.segmentation.weight > 0,
+    )
     files, options = open_options(kind, config.data)
     sources = [key for key in kind.annotation_files if key in kind.file_keys]
     if needs.annotations and sources and not any(key in files for key in sources):

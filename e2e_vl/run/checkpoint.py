@@ -371,4 +371,5 @@ def _architecture(config: RunConfig) -> dict[str, Any]:
         "task": {"name": config.task.name, **msgspec.to_builtins(config.task.config)},
         "phrases": phrases,
         "box_refinement": config.box_refinement.weight > 0,
+        "segmentation": config.segmentation.weight > 0,
     }

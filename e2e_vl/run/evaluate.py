@@ -32,6 +32,7 @@ from e2e_vl.run.metric_names import LOSS, SURE_THRESHOLD, MetricName, Metrics, m
 from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.box_refinement import REFINEMENT
 from e2e_vl.tasks.phrase_head import SHORT_PATH, TAGS, add_grounded_phrases, grounding_metrics
+from e2e_vl.tasks.segmentation import SEGMENTATION
 from e2e_vl.terminal import lasting_output
 
 logger = logging.getLogger(__name__)
@@ -40,8 +41,12 @@ EVALUATIONS = "evaluations"  # folder in a run directory for the output of `eval
 
 
 def task_loss_weights(config: RunConfig) -> dict[str, float]:
-    """Return the weights of the losses of phrases and box refinement, by name; all others of a task have weight 1."""
-    return {**phrase_weights(config), REFINEMENT: config.box_refinement.weight}
+    """Return the weights of the losses that are added to the task's, by name; all others of a task have weight 1."""
+    return {
+        **phrase_weights(config),
+        REFINEMENT: config.box_refinement.weight,
+        SEGMENTATION: config.segmentation.weight,
+    }
 
 
 def phrase_weights(config: RunConfig) -> dict[str, float]:

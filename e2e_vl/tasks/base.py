@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -240,6 +240,7 @@ class Task(nn.Module, abc.ABC):
     """Computes losses, predictions and metrics from a batch and an encoder's output; `build` creates a task."""
 
     predicts_box: ClassVar[bool] = False  # predictions have a `box` with a `score`, chosen from the candidates
+    chooses_region: ClassVar[bool] = False  # has `chosen_regions`, and targets that know masks, see `NamedMasks`
     names_boxes: ClassVar[bool] = False  # its targets know the boxes that a text names, see `Targets.named_boxes`
     submission: ClassVar[Submission | None] = None  # its submission file; None: there is no such format
     predicts_classes: ClassVar[bool] = False  # its metrics compare the detector's classes with the data set's
@@ -294,6 +295,10 @@ class Task(nn.Module, abc.ABC):
     @abc.abstractmethod
     def forward(self, batch: Batch, text_regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         """Compute the logits of M texts, and the losses if the batch has targets."""
+
+    def chosen_regions(self, output: TaskOutput, text_regions: TextRegions) -> Int64[Tensor, " M"]:
+        """Return the row of the region that is the answer to each text, -1 = none; for tasks with `chooses_region`."""
+        raise NotImplementedError(f"{type(self).__name__} chooses no region.")
 
     @abc.abstractmethod
     def predict(self, output: ModelOutput) -> list[Prediction]:

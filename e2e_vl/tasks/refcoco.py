@@ -14,16 +14,19 @@ from typing import Any, Self
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from typing_extensions import override
 
 from detector.boxes import pairwise_iou
 from detector.errors import UserError
+from detector.mask_head import paste_mask
 from detector.structures import Loss
-from e2e_vl.drawing import BLUE, GREEN, PALETTE, RED, Colour, draw_boxes
+from e2e_vl.drawing import BLUE, GREEN, PALETTE, RED, Colour, draw_boxes, tint
+from e2e_vl.masks import RunLengths, encode_masks
 from e2e_vl.metrics.refcoco import ReferringPrediction, referring_metrics, write_submission
 from e2e_vl.metrics.refinement import referring_overlaps, refinement_metrics
+from e2e_vl.metrics.segmentation import segmentation_metrics
 from e2e_vl.predictions import Box, Ranked, box_text
 from e2e_vl.preprocessing import EncodedText, GeneratorFactory, Preprocessor
 from e2e_vl.samples import Question, ReferredBoxes, Sample, SampleText
@@ -37,7 +40,7 @@ from e2e_vl.structures import (
     at_least_float32,
     class_names_of,
 )
-from e2e_vl.targets import Ragged, Targets, ragged
+from e2e_vl.targets import NamedMasks, Ragged, Targets, padded_masks, ragged
 from e2e_vl.tasks.base import (
     Head,
     HeadInit,
@@ -65,10 +68,16 @@ class ReferringTargets(Targets):
     """The boxes that each expression refers to, in pixels of the resized image (scaled, flipped and clamped)."""
 
     boxes: Float[np.ndarray, "K 4"] | Ragged | None = ragged()
+    # of the objects of these boxes; None: not needed
+    masks: tuple[Bool[np.ndarray, "K height width"], Float[np.ndarray, "K 4"]] | NamedMasks | None = padded_masks()
 
     @override
     def named_boxes(self) -> Ragged | None:
         return self.boxes
+
+    @override
+    def named_masks(self) -> NamedMasks | None:
+        return self.masks
 
 
 class ReferringPreprocessor(Preprocessor):
@@ -87,6 +96,13 @@ class ReferringPreprocessor(Preprocessor):
             record["gt_boxes"] = [list(box) for box in truth.boxes]
         return record
 
+    def _mask_record(self, truth: ReferredBoxes, image: LoadedImage) -> dict[str, Any]:
+        """Return the true mask of all objects together, as COCO's files have it."""
+        if truth.masks is None:
+            return {}
+        mask = encode_masks(truth.masks, image.image_transform.original_size)
+        return {"gt_segmentation": {"size": list(mask.size), "counts": mask.counts}}
+
     @override
     def placeholder_targets(self) -> ReferringTargets:
         return ReferringTargets(np.zeros((1, 4), dtype=np.float32))
@@ -104,6 +120,11 @@ class ReferringPreprocessor(Preprocessor):
         targets = ReferringTargets()
         if isinstance(text.truth, ReferredBoxes):
             targets.boxes = image.image_transform.transform_referred_boxes(np.array(text.truth.boxes))
+            if text.truth.masks is not None:
+                masks = [image.image_transform.transform_mask(mask) for mask in text.truth.masks]
+                shape = (len(masks), *image.image_transform.size)
+                targets.masks = (np.array(masks, dtype=bool).reshape(shape), targets.boxes)
+            record = record | self._mask_record(text.truth, image)
         yield EncodedText(encoding, text.image_index, record, targets)
 
 
@@ -114,6 +135,7 @@ class ReferringTask(Task):
     """
 
     predicts_box = True
+    chooses_region = True
     names_boxes = True
     prediction_class = ReferringPrediction
     example_call = '"photo.jpg", "the small red circle"'
@@ -202,6 +224,13 @@ class ReferringTask(Task):
         return Loss(total=each.sum(), count=labelled.sum().float())
 
     @override
+    def chosen_regions(self, output: TaskOutput, text_regions: TextRegions) -> Int64[Tensor, " M"]:
+        num_regions = text_regions.boxes.shape[1]
+        best = output.logits.max(dim=1)
+        has_region = (best.indices < num_regions) & (best.values > -torch.inf)
+        return torch.where(has_region, best.indices, -1)
+
+    @override
     def predict(self, output: ModelOutput) -> list[ReferringPrediction]:
         """Predict the refined box of the candidate with the highest logit; no box if that is the null candidate.
 
@@ -253,10 +282,24 @@ class ReferringTask(Task):
                     detected_class=detected_class,
                     candidate_boxes=boxes[row, is_candidate].tolist(),
                     candidate_scores=probabilities[row, :num_regions][is_candidate].tolist(),
+                    segmentation=self._cut_out(output, row, refined_boxes[row, winner] if has_box else None),
                     **refinement,
                 )
             )
         return predictions
+
+    def _cut_out(self, output: ModelOutput, row: int, box: Float[Tensor, " 4"] | None) -> RunLengths | None:
+        """Return the mask of the answer to a text, empty without a box; None: there are no masks.
+
+        `box` is in pixels of the original image.
+        """
+        if output.segmentation is None:
+            return None
+        size = output.batch.records[row]["image_size"]
+        if box is None:
+            return encode_masks([], size)
+        pixels = paste_mask(output.segmentation.probabilities[row].cpu(), box, tuple(size))
+        return RunLengths.of_mask(pixels.numpy())
 
     @override
     def correctness(self, prediction: ReferringPrediction) -> float | None:
@@ -272,7 +315,8 @@ class ReferringTask(Task):
         convention = self.config.iou_convention
         fit = "continuous" if convention == "same_annotation" else convention
         refinement = refinement_metrics(referring_overlaps(predictions, fit), fit)
-        return refinement | referring_metrics(predictions, convention, self.config.f1_overlap)
+        referring = referring_metrics(predictions, convention, self.config.f1_overlap)
+        return refinement | referring | segmentation_metrics(predictions)
 
     @override
     def certainty(self, prediction: ReferringPrediction) -> float:
@@ -305,7 +349,7 @@ class ReferringTask(Task):
 
     @override
     def draw(self, prediction: ReferringPrediction) -> np.ndarray:
-        """Draw the true box in green, the predicted box in blue (wrong: red), phrases in other colours.
+        """Draw the true box in green, the predicted box and its mask in blue (wrong: red), phrases in other colours.
 
         The first phrase usually refers to the answer itself; it is left out if its box is the predicted one. Boxes of
         unsure phrases are dashed, see `phrase_boxes`, and so is the box of an unsure answer.
@@ -337,7 +381,10 @@ class ReferringTask(Task):
         labels += labels_of_phrases
         colours += itertools.islice(itertools.cycle(OTHER_COLOURS), len(boxes_of_phrases))
         dashed += unsure_phrases
-        return draw_boxes(load_predicted_image(prediction), boxes, labels, colours, dashed=dashed)
+        image = load_predicted_image(prediction)
+        if prediction.segmentation is not None:
+            image = tint(image, prediction.segmentation.to_mask(), BLUE if prediction.correct else RED)
+        return draw_boxes(image, boxes, labels, colours, dashed=dashed)
 
     @override
     def describe(self, prediction: ReferringPrediction) -> PredictionSummary:
