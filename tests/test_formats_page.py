@@ -23,6 +23,7 @@ from e2e_vl.data import (
     answer_lists,
     captions,
     coco,
+    coco_masks,
     features,
     gqa,
     image_loader,
@@ -68,7 +69,7 @@ class MDETRFile(msgspec.Struct):
 
 
 READ = {  # name of a file to read -> the types that decode it; several of them read different keys
-    "instances.json": [coco.InstancesFile, tool_coco._CocoFile],
+    "instances.json": [coco.InstancesFile, coco_masks._MaskFile, tool_coco._CocoFile],
     "refs.json": [list[refcoco.Ref]],
     "expressions.json": [list[records.Row]],
     "v2_OpenEnded_mscoco_val2014_questions.json": [dict[str, str | list[vqa._Question]]],

@@ -9,7 +9,8 @@
 | `mask_ciou` | all intersections over all unions; a mask where nothing is meant only adds to the unions | GRES |
 | `mask_n_acc` | share of the expressions about nothing with an empty mask | GRES |
 
-GRES is arXiv 2306.00968, section 3.3. `oiou`, `miou` and Pr@X are of the expressions about something.
+GRES is arXiv 2306.00968, section 3.3; its three are computed as in the evaluator of henghuiding/ReLA
+(gres_model/evaluation/refer_evaluation.py). `oiou`, `miou` and Pr@X are of the expressions about something.
 """
 
 from __future__ import annotations

@@ -1,0 +1,77 @@
+"""Segmentation in whole runs: from the settings to masks of answers, saved and loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import e2e_vl
+from e2e_vl.api.onnx_export import export_onnx
+from e2e_vl.run.build import build_model, build_run
+from e2e_vl.run.checkpoint import load_model
+from e2e_vl.run.train import train
+from e2e_vl.tasks.segmentation import SEGMENTATION
+from tests.run.runs import SHORT, first_texts, logged, predictions_of
+from tests.weights.starts import replaced
+
+MASK_HEAD = "detector.overrides.MODEL.ROI_MASK_HEAD={CONV_DIM: 8, CLS_AGNOSTIC_MASK: true}"
+ON = ("segmentation.weight=0.5", "detector.overrides.MODEL.MASK_ON=true", MASK_HEAD)
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
+def test_the_loss_reaches_the_backbone(tiny_config):
+    torch.manual_seed(0)
+    run = build_run(tiny_config(*ON, "detector.loss_weight=0", "data.boxes.train=gt"))
+    loss = run.model(first_texts(run, 2)).losses[SEGMENTATION]
+    assert loss.count > 0
+    loss.mean.backward()
+    detector = run.model.detector
+    assert next(detector.backbone.parameters()).grad.any()
+    assert all(parameter.grad is not None for parameter in detector.roi_heads.mask_head.parameters())
+
+
+def test_a_run_answers_with_masks_and_is_loaded_again(tiny_config, tmp_path):
+    config = tiny_config(*ON, *SHORT, "eval.report_pictures=1")
+    metrics = train(config)
+    run = Path(config.output)
+    assert all(line[SEGMENTATION] > 0 for line in logged(run))
+    for name in ("oiou", "miou", "mask_precision_50", "mask_precision_90"):
+        assert 0 <= metrics[f"val/{name}_gt_boxes"] <= 1
+    for record in predictions_of(run, "val_gt"):
+        assert record["segmentation"]["size"] == record["gt_segmentation"]["size"] == record["image_size"]
+    with pytest.raises(ValueError, match="segmentation: True -> False"):
+        off = {"MODEL": {"MASK_ON": False}}
+        train(replaced(config, segmentation={"weight": 0.0}, detector={"overrides": off}), resume=True)
+
+    model = e2e_vl.load(run)
+    [image, *_] = sorted((Path(config.data.root) / config.data.files["images"]).iterdir())
+    answer = model.ask(image, "the red circle", boxes=[[10, 10, 60, 60], [50, 40, 110, 100]])
+    assert answer.mask.dtype == bool and answer.mask.shape == tuple(answer.prediction.image_size)
+    x1, y1, x2, y2 = np.round(answer.box).astype(int)
+    outside = answer.mask.copy()
+    outside[max(y1 - 1, 0) : y2 + 1, max(x1 - 1, 0) : x2 + 1] = False
+    assert not outside.any()
+    answer.save(tmp_path / "answer.json")
+    assert json.loads((tmp_path / "answer.json").read_text())["prediction"]["segmentation"]["counts"]
+    assert model.network.detector.config.mask_on and load_model(run)[1].segmentation is not None
+    with pytest.raises(ValueError, match="masks are not exported"):
+        export_onnx(model, tmp_path / "onnx")
+
+
+def test_settings_that_cannot_work_are_refused(tiny_config):
+    with pytest.raises(ValueError, match=r"set detector.overrides.MODEL.MASK_ON to true"):
+        build_model(tiny_config("segmentation.weight=1"), vocab_size=50)
+    with pytest.raises(ValueError, match=r"segmentation.weight is 0, so that nothing trains the mask head"):
+        build_model(tiny_config("detector.overrides.MODEL.MASK_ON=true"), vocab_size=50)
+    with pytest.raises(ValueError, match=r"the detector's mask head, which detector.freeze freezes"):
+        tiny_config(*ON, "detector.freeze=true", "detector.loss_weight=0")
+    answers = {"name": "vqa", "config": {"answers": ["yes", "no"]}}
+    with pytest.raises(ValueError, match=r"the task vqa has no masks"):
+        build_model(replaced(tiny_config(*ON), task=answers), vocab_size=50)
+    with pytest.raises(ValueError, match=r"the reader of data.name refcoco_parquet reads no masks"):
+        build_model(tiny_config(*ON, "data.name=refcoco_parquet"), vocab_size=50)
