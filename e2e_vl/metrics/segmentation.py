@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | `oiou` | overall IoU: all intersections over all unions, in pixels | LAVT (arXiv 2112.02244), section 4.1 |
 | `miou` | mean IoU of the expressions | the same |
-| `mask_precision_50` ... `_90` | Pr@X: share of expressions with an IoU of at least 0.5, 0.6, ... 0.9 | the same |
+| `mask_precision_50` ... `mask_precision_90` | Pr@X: share with an IoU of at least 0.5, 0.6, ... | the same |
 | `mask_giou` | mean IoU, which for an expression about nothing is 1 for an empty mask and 0 for any other | GRES |
 | `mask_ciou` | all intersections over all unions; a mask where nothing is meant only adds to the unions | GRES |
 | `mask_n_acc` | share of the expressions about nothing with an empty mask | GRES |

@@ -45,8 +45,7 @@ def test_a_run_answers_with_masks_and_is_loaded_again(tiny_config, tmp_path):
     for record in predictions_of(run, "val_gt"):
         assert record["segmentation"]["size"] == record["gt_segmentation"]["size"] == record["image_size"]
     with pytest.raises(ValueError, match="segmentation: True -> False"):
-        off = {"MODEL": {"MASK_ON": False}}
-        train(replaced(config, segmentation={"weight": 0.0}, detector={"overrides": off}), resume=True)
+        train(replaced(config, segmentation={"weight": 0.0}), resume=True)
 
     model = e2e_vl.load(run)
     [image, *_] = sorted((Path(config.data.root) / config.data.files["images"]).iterdir())
