@@ -10,20 +10,21 @@ from typing import Annotated, Any
 
 import cv2
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Int64
 from msgspec import Meta
 
 from detector.errors import UserError
 from e2e_vl.io import Count, Pixel, Record, Side
 
 MIN_NUMBERS = 6  # of a polygon: three points
+COMPRESSED = r"^[0-o]*[0-O]\Z"  # COCO's text of run lengths: five bits a character, and one more if others follow
 
 
 class RunLengths(Record, frozen=True):
     """COCO's RLE of one mask: its (height, width) and the lengths of runs, column by column, that begin with zeros."""
 
     size: tuple[Side, Side]
-    counts: str | list[Count]  # COCO's compressed text, or plain numbers
+    counts: Annotated[str, Meta(pattern=COMPRESSED)] | list[Count]  # COCO's compressed text, or plain numbers
 
     @classmethod
     def of_mask(cls, mask: Bool[np.ndarray, "height width"]) -> RunLengths:
@@ -44,6 +45,22 @@ class RunLengths(Record, frozen=True):
         if isinstance(self.counts, str):
             return {"size": list(self.size), "counts": self.counts.encode("ascii")}
         return mask_api.frPyObjects({"size": list(self.size), "counts": self.counts}, *self.size)
+
+    def lengths(self) -> Int64[np.ndarray, " runs"]:
+        """Return the lengths of the runs, as `rleFrString` of pycocotools reads them, which does not return them."""
+        if not isinstance(self.counts, str):
+            return np.array(self.counts, dtype=np.int64)
+        codes = np.frombuffer(self.counts.encode("ascii"), dtype=np.uint8).astype(np.int64) - ord("0")
+        is_last = codes & 32 == 0
+        starts = np.flatnonzero(np.append(True, is_last[:-1]))
+        sizes = np.diff(np.append(starts, len(codes)))  # characters of each number
+        positions = np.arange(len(codes)) - np.repeat(starts, sizes)
+        lengths = np.add.reduceat((codes & 31) << 5 * positions, starts)
+        lengths -= (codes[is_last] >> 4 & 1) << 5 * sizes  # the highest bit is the sign
+        # from the fourth number on, a number is the difference from the last but one
+        lengths[1::2] = lengths[1::2].cumsum()
+        lengths[2::2] = lengths[2::2].cumsum()
+        return lengths
 
     def to_mask(self) -> Bool[np.ndarray, "height width"]:
         from pycocotools import mask as mask_api
@@ -93,12 +110,21 @@ def resize_mask(
 
 
 def check_mask(mask: ObjectMask, size: tuple[int, int], where: str) -> None:
-    """Raise a UserError for runs of another image size, or a polygon with half a point; `where` names the record."""
+    """Raise a UserError for runs of another image size or length, or a polygon with half a point.
+
+    `where` names the record. Of runs that do not fill the image, pycocotools would return whatever is in memory.
+    """
     if isinstance(mask, RunLengths):
         if mask.size != size:
             raise UserError(
                 f"{where}: its mask is of an image of {mask.size[1]} x {mask.size[0]} pixels, but the image has "
                 f"{size[1]} x {size[0]}; correct or remove it."
+            )
+        num_pixels = mask.lengths().sum()
+        if num_pixels != size[0] * size[1]:
+            raise UserError(
+                f"{where}: the run lengths of its mask add up to {num_pixels:,}, but the image has "
+                f"{size[0] * size[1]:,} pixels; correct or remove it."
             )
         return
     for polygon in mask:

@@ -50,3 +50,20 @@ def test_a_mask_of_another_image_and_half_a_point_are_refused():
         check_mask(CROWD, (6, 9), "annotation 3")
     with pytest.raises(UserError, match=r"^annotation 4: a polygon of its mask has 7 numbers"):
         check_mask([[0.0, 0, 1, 0, 1, 1, 0]], SIZE, "annotation 4")
+
+
+def test_lengths_of_compressed_runs_are_those_that_pycocotools_wrote():
+    generator = np.random.default_rng(0)
+    for size in ((1, 1), (60, 90), (1000, 1)):
+        for share in (0.0, 0.01, 0.5, 1.0):
+            pixels = generator.random(size) < share
+            columns_in_a_row = np.concatenate([[False], pixels.T.ravel()])
+            edges = np.flatnonzero(np.diff(columns_in_a_row.astype(int)))
+            expected = np.diff([0, *edges, pixels.size])
+            assert np.array_equal(RunLengths.of_mask(pixels).lengths(), expected)
+
+
+@pytest.mark.parametrize("counts", [[], [10, 5], [60, 1], "PP1", encode_masks([LEFT], (6, 9)).counts])
+def test_runs_that_do_not_fill_the_image_are_refused(counts):
+    with pytest.raises(UserError, match=r"annotation 3: the run lengths of its mask add up to \d+, but the image has 60 pixels"):
+        check_mask(RunLengths(SIZE, counts), SIZE, "annotation 3")
