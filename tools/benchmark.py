@@ -6,10 +6,12 @@
     python tools/benchmark.py ask --run runs/demo_refcoco --image IMAGE --text "the small red circle"
     python tools/benchmark.py estimate --config configs/vqa/lxmert.yaml data.root=DATA --examples 632117 --epochs 4
 
-detector  features of given boxes and a training step: built in, and by torchvision (detector/published/
-          torchvision_R_50_FPN_v2.yaml) or Detectron2 (all others, where it is installed), with the same weights
+detector  features of given boxes, whole inference and a training step, with the same random weights: built in, and by
+          torchvision (detector/published/torchvision_R_50_FPN_v2.yaml) or Detectron2 (others, where it is installed)
 train     an optimiser step over I images with k texts each in one batch ("grouped"), one text per batch ("ungrouped": k
           passes over the images, gradients accumulated), and only the first text of each image ("single")
+official  such a step ("grouped"), and one with the same numbers of images, boxes and wordpieces in the official VL-BERT
+          code of --checkout: k passes over the images, gradients accumulated, and torch's AdamW
 evaluate  reading and predicting a batch, for each source of boxes in `eval.boxes`
 ask       answers of a trained run
 data      some batches, read by this process or by `data.workers` others; images/s are per worker, and
@@ -18,10 +20,11 @@ memory    a training step with stored and recomputed activations, for 1 and k te
 estimate  nothing is measured: a roofline of the recipes in configs/benchmark/epochs.yaml, or of --config: FLOPs per
           example, GiB of memory on each of --gpus GPUs, and hours on one / on all of them
 
-Variants take turns, in alternating order. `ratio`: a median / that of the first variant, or the median of this / other
-over the pairs of --against. A multiplication and an addition are 2 FLOPs; those of matrix products and convolutions are
-counted. `share`: their rate / the best one of a large matrix product and a 3x3 convolution in the same run. `peak`:
-memory allocated on the GPU; on the CPU, the peak resident set of the process so far.
+Variants take turns, in alternating order. On a busy machine, --clock cpu measures CPU seconds; set OMP_NUM_THREADS=1.
+`ratio`: a median / that of the first variant, or the median of this / other over the pairs of --against. A
+multiplication and an addition are 2 FLOPs; those of matrix products and convolutions are counted. `share`: their rate /
+the best one of a large matrix product and a 3x3 convolution in the same run. `peak`: memory allocated on the GPU; on
+the CPU, the peak resident set of the process so far.
 """
 
 from __future__ import annotations
@@ -77,6 +80,7 @@ from e2e_vl.structures import Batch, RegionLabels, TextBatch
 from e2e_vl.tasks.config import MaskedRegionsConfig, ObjectLabelsConfig, RegionFeaturesConfig
 
 ROOT = Path(__file__).resolve().parents[1]
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BATCHES = 16  # in a pass of `data`, at most
 SAMPLED_ROIS = 64  # of each image, for the detection losses
@@ -109,6 +113,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--boxes", type=int, action="append", help="boxes per image; `detector` takes several --boxes")
     parser.add_argument("--image-size", type=int, nargs=2, metavar=("H", "W"), help="pixels of the padded images")
     parser.add_argument("--detector-config", type=Path, default=ROOT / "configs/detector/vl_bert_R_101.yaml")
+    parser.add_argument("--checkout", type=Path, help="the official VL-BERT code, for `official`")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: CPU seconds of this process, all threads")
     parser.add_argument("--run", type=Path, help="run directory or saved model of `ask`")
     parser.add_argument("--image", type=Path)
     parser.add_argument("--text")
@@ -160,7 +166,8 @@ def main(argv: list[str] | None = None) -> int:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure times, FLOPs and peak memory of every step of a command, and the best rates of the device."""
     plan, details = PLANS[arguments.command](arguments)
-    best_tflops = best_rates(arguments.device, DTYPES[arguments.precision])
+    clock = CLOCKS[arguments.clock]
+    best_tflops = best_rates(arguments.device, DTYPES[arguments.precision], clock)
     cases: Rows = {}
     for group, steps in plan.items():
         calls = {name: call for name, (call, _) in steps.items() if arguments.only in (None, name)}
@@ -168,7 +175,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             flops = dict.fromkeys(calls, 0)
         else:
             flops = {name: count_flops(call) for name, call in calls.items()}
-        cases[group] = take_turns(calls, arguments.repetitions, arguments.device)
+        cases[group] = take_turns(calls, arguments.repetitions, arguments.device, clock)
         for name, row in cases[group].items():
             _, images = steps[name]
             row["gflop"] = flops[name] / 1e9
@@ -178,7 +185,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"best_tflops": best_tflops, "cases": cases, **details}
 
 
-def take_turns(calls: dict[str, Callable], repetitions: int, device: torch.device) -> dict[str, dict[str, Any]]:
+def take_turns(
+    calls: dict[str, Callable], repetitions: int, device: torch.device, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, dict[str, Any]]:
     """Measure seconds and peak memory of each call, after a first one; they take turns, in alternating order."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     peaks = dict.fromkeys(calls, 0)  # bytes
@@ -187,11 +196,11 @@ def take_turns(calls: dict[str, Callable], repetitions: int, device: torch.devic
         for name in in_turn(calls, repetition):
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats(device)
-            started = time.perf_counter()
+            started = clock()
             calls[name]()
             if on_gpu:
                 torch.cuda.synchronize(device)
-            seconds[name].append(time.perf_counter() - started)
+            seconds[name].append(clock() - started)
             if on_gpu:
                 peak = torch.cuda.max_memory_allocated(device)
             else:
@@ -217,14 +226,14 @@ def count_flops(call: Callable[[], Any]) -> int:
     return counter.get_total_flops()
 
 
-def best_rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+def best_rates(device: torch.device, dtype: torch.dtype, clock: Callable[[], float]) -> dict[str, float]:
     """Return the TFLOP/s of a large matrix product and of a 3x3 convolution of 256 channels."""
     matrix_size, batch_size = (8192, 32) if device.type == "cuda" else (1536, 1)
     matrix = torch.randn(matrix_size, matrix_size, device=device, dtype=dtype)
     images = torch.randn(batch_size, 256, 64, 64, device=device, dtype=dtype).to(memory_format=torch.channels_last)
     kernel = torch.randn(256, 256, 3, 3, device=device, dtype=dtype).to(memory_format=torch.channels_last)
     calls = {"matrix product": lambda: matrix @ matrix, "3x3 convolution": lambda: F.conv2d(images, kernel, padding=1)}
-    rows = take_turns(calls, 5, device)
+    rows = take_turns(calls, 5, device, clock)
     return {name: count_flops(calls[name]) / row["min"] / 1e12 for name, row in rows.items()}
 
 
@@ -338,6 +347,43 @@ def open_run(arguments: argparse.Namespace, *settings: str) -> tuple[RunConfig, 
 def plan_train(arguments: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
     config, run = open_run(arguments, "data.flip=0")
     images = config.train.micro_batch_size
+    grouped, *singles = make_batches(arguments, config, run)
+    trainer = make_trainer(config, run)
+    steps = {
+        "ungrouped": (lambda: trainer.train_step(singles), images),
+        "grouped": (lambda: trainer.train_step([grouped]), images),
+        "single": (lambda: trainer.train_step(singles[:1]), images),
+    }
+    pixels = list(grouped.images.pixels.shape[-2:])
+    return {"step": steps}, {"images": images, "texts_per_image": config.data.texts_per_image, "pixels": pixels}
+
+
+def plan_official(arguments: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
+    from official_vl_bert import OfficialTrainer
+
+    if arguments.checkout is None:
+        raise UserError("official needs --checkout, a clone of github.com/jackroos/VL-BERT.")
+    config, run = open_run(arguments, "data.flip=0")
+    images = config.train.micro_batch_size
+    grouped, *singles = make_batches(arguments, config, run)
+    trainer = make_trainer(config, run)
+    official = OfficialTrainer(arguments.checkout.resolve(), arguments.device, autocast(arguments))
+    steps = {
+        "grouped": (lambda: trainer.train_step([grouped]), images),
+        "official": (lambda: official.train_step(singles), images),
+    }
+    return {"step": steps}, {"texts_per_image": config.data.texts_per_image}
+
+
+def make_trainer(config: RunConfig, run: Run) -> Trainer:
+    handlers = [DistributedDataParallelKwargs()]  # of which Trainer sets fields
+    accelerator = make_accelerator(config.train.mixed_precision, kwargs_handlers=handlers)
+    return Trainer(config, accelerator, run, checkpoint=None)
+
+
+def make_batches(arguments: argparse.Namespace, config: RunConfig, run: Run) -> list[Batch]:
+    """Make a batch of I images with k texts each, and k batches with one text of each image."""
+    images = config.train.micro_batch_size
     texts_per_image = config.data.texts_per_image
 
     # only images with enough texts are read; the indices of the groups stay
@@ -359,18 +405,7 @@ def plan_train(arguments: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
             added_boxes = random_boxes(count) * size.flip(0).repeat(2)
             boxes.append(torch.cat([image_boxes, added_boxes])[:count])
         batches = [dataclasses.replace(batch, boxes=boxes) for batch in batches]
-
-    handlers = [DistributedDataParallelKwargs()]  # of which Trainer sets fields
-    accelerator = make_accelerator(config.train.mixed_precision, kwargs_handlers=handlers)
-    trainer = Trainer(config, accelerator, run, checkpoint=None)
-    grouped, *singles = batches
-    steps = {
-        "ungrouped": (lambda: trainer.train_step(singles), images),
-        "grouped": (lambda: trainer.train_step([grouped]), images),
-        "single": (lambda: trainer.train_step(singles[:1]), images),
-    }
-    pixels = list(grouped.images.pixels.shape[-2:])
-    return {"step": steps}, {"images": images, "texts_per_image": texts_per_image, "pixels": pixels}
+    return batches
 
 
 def plan_evaluate(arguments: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
@@ -479,6 +514,9 @@ def plan_detector(arguments: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
         difference = max(difference, ((ours - theirs).abs().max() / theirs.abs().max()).item())
         plan[f"features of {count} boxes"] = {name: (call, 1) for name, call in calls.items()}
 
+    calls = {name: functools.partial(detect, precision, detector, batch) for name, detector in detectors.items()}
+    plan["whole inference"] = {name: (call, 1) for name, call in calls.items()}
+
     training_steps = {}  # with the last boxes; they change the weights
     for name, detector in detectors.items():
         parameters = [parameter for parameter in detector.parameters() if parameter.requires_grad]
@@ -493,6 +531,14 @@ def get_features(autocast: torch.autocast, detector: nn.Module, batch: ImageBatc
     detector.eval()
     with autocast:
         return torch.cat(detector(batch, boxes).features)
+
+
+@torch.no_grad()
+def detect(autocast: torch.autocast, detector: nn.Module, batch: ImageBatch) -> None:
+    """Predict boxes, and the features of the chosen ones."""
+    detector.eval()
+    with autocast:
+        detector(batch)
 
 
 def train_detector(
@@ -541,20 +587,27 @@ class TorchvisionDetector(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, images: ImageBatch, boxes: list[Tensor], targets: DetectionTargets | None = None) -> Regions:
+    def forward(
+        self, images: ImageBatch, boxes: list[Tensor] | None = None, targets: DetectionTargets | None = None
+    ) -> Regions:
         """Return the regions of images that are resized and normalised already, without torchvision's own transform."""
         model = self.model
         heads = model.roi_heads
         sizes = [(height, width) for height, width in images.sizes.tolist()]
         pixels = pad_to_multiple(images.pixels, 32)
         maps = model.backbone(pixels)
+        batch = detection.image_list.ImageList(pixels, sizes)
         losses = {}
+        if boxes is None:
+            proposals, _ = model.rpn(batch, maps)
+            detections, _ = heads(maps, proposals, sizes)
+            boxes = [rows["boxes"] for rows in detections]
         if targets is not None:
             objects = [
                 {"boxes": image_boxes, "labels": classes + 1}
                 for image_boxes, classes in zip(targets.boxes, targets.classes, strict=True)
             ]
-            proposals, losses = model.rpn(detection.image_list.ImageList(pixels, sizes), maps, objects)
+            proposals, losses = model.rpn(batch, maps, objects)
             _, head_losses = heads(maps, proposals, sizes, objects)
             losses |= head_losses
         features = heads.box_head(heads.box_roi_pool(maps, boxes, sizes))
@@ -564,7 +617,14 @@ class TorchvisionDetector(nn.Module):
         return Regions(boxes, list(features.split(counts)), list(logits.split(counts)), losses=means)
 
 
-PLANS = {"detector": plan_detector, "train": plan_train, "evaluate": plan_evaluate, "ask": plan_ask, "data": plan_data}
+PLANS = {
+    "detector": plan_detector,
+    "train": plan_train,
+    "official": plan_official,
+    "evaluate": plan_evaluate,
+    "ask": plan_ask,
+    "data": plan_data,
+}
 
 
 class Roofline(TorchDispatchMode):

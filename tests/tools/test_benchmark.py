@@ -74,7 +74,7 @@ def test_detectors_are_compared(benchmark, monkeypatch):
     monkeypatch.setattr(tool, "make_detectors", make_two)
     words = ("--image-size", "64", "96", "--boxes", "2", "--boxes", "3")
     result = benchmark("detector", "--detector-config", str(TINY), *words)
-    assert list(result["cases"]) == ["features of 2 boxes", "features of 3 boxes", "training step"]
+    assert list(result["cases"]) == ["features of 2 boxes", "features of 3 boxes", "whole inference", "training step"]
     assert result["feature_difference"] > 1e-3
 
 
@@ -85,7 +85,7 @@ def test_detectron2_is_built_with_the_same_weights(benchmark, monkeypatch):
         stub.Detectron2Detector = type("Detectron2Detector", (tool.FasterRCNN,), {})
         monkeypatch.setitem(sys.modules, stub.__name__, stub)
     result = benchmark("detector", "--detector-config", str(TINY), "--image-size", "64", "96", "--boxes", "2")
-    assert list(result["cases"]) == ["features of 2 boxes", "training step"]
+    assert list(result["cases"]) == ["features of 2 boxes", "whole inference", "training step"]
     assert all(list(rows) == ["builtin", "detectron2"] for rows in result["cases"].values())
     assert result["feature_difference"] < 1e-4
 
@@ -99,6 +99,9 @@ def test_torchvision_has_the_same_features():
     precision = torch.autocast("cpu", enabled=False)
     ours, theirs = (tool.get_features(precision, one, batch, boxes) for one in detectors.values())
     assert (ours - theirs).abs().max() < 1e-3 * theirs.abs().max()
+    with torch.no_grad():
+        regions = detectors["torchvision"].eval()(batch)
+    assert len(regions.features[0]) == len(regions.boxes[0])
 
 
 def test_flops_of_known_layers():
