@@ -65,5 +65,5 @@ def test_lengths_of_compressed_runs_are_those_that_pycocotools_wrote():
 
 @pytest.mark.parametrize("counts", [[], [10, 5], [60, 1], "PP1", encode_masks([LEFT], (6, 9)).counts])
 def test_runs_that_do_not_fill_the_image_are_refused(counts):
-    with pytest.raises(UserError, match=r"annotation 3: the run lengths of its mask add up to \d+, but the image has 60 pixels"):
+    with pytest.raises(UserError, match=r"annotation 3: .* add up to [\d,]+, but the image has 60 pixels"):
         check_mask(RunLengths(SIZE, counts), SIZE, "annotation 3")
