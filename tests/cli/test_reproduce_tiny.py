@@ -204,7 +204,8 @@ def shrunk(config: RunConfig, data: Path) -> RunConfig:
     resnets = RESNETS | {"RES2_OUT_CHANNELS": width, "WIDTH_PER_GROUP": width // 4}
     model = config.detector.overrides.get("MODEL", {}) | {"RESNETS": resnets}
     if "swin" in config.detector.config:
-        model = ON_SWIN | {"TRANSFORMERS_BACKBONE": {"NAME": str(data / "swin")}}
+        model = config.detector.overrides.get("MODEL", {}) | ON_SWIN
+        model["TRANSFORMERS_BACKBONE"] = {"NAME": str(data / "swin")}
     if config.detector.backend == "r2c":
         model["R2C"] = model.get("R2C", {}) | {"MASK_CHANNELS": 8, "CANVAS": [48, 64]}
     return replaced(
