@@ -232,6 +232,7 @@ def test_the_notebook() -> None:
         for given, reduced in (("max_steps=100", "max_steps=2"), ("train: 200, val: 20", "train: 8, val: 2")):
             cell = cell.replace(given, reduced)
         exec(compile(cell, "quickstart.ipynb", "exec"), names)
+    assert names["chosen"].box.tolist() == names["boxes"][2]
     assert len(names["regions"]) >= 3 and names["after"]["steps"] == 2
     assert (names["folder"] / "saved" / "README.md").is_file()
     assert not names["answer"].unknown_words, "it knows the new word"

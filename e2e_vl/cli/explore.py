@@ -4,8 +4,9 @@
     e2e-vl explore --run runs/demo_refcoco --port 7861
 
 Open the printed address. The page opens with an answer about an image of the run; click another example, or drop your
-own image and ask about it. Click a region to mask it and compare the answers before and after, or a word to see its
-attention in any layer and head. Only this machine can open the page, and images are not uploaded anywhere else.
+own image and ask about it, perhaps with a file of boxes to choose from. Click a region to mask it and compare the
+answers before and after, or a word to see its attention in any layer and head. Only this machine can open the page, and
+images are not uploaded anywhere else.
 Requires gradio: pip install "e2e-vl[explore]".
 """
 

@@ -24,9 +24,10 @@ from detector.errors import UserError
 from detector.images import ResizeRule, load_resized, mask_rectangles, normalise_images
 from detector.io import json_text
 from e2e_vl.api.model import GREY, Answer, TrainedModel
+from e2e_vl.data.user_inputs import BoxesOfImages, boxes_of_image, read_boxes_file
 from e2e_vl.drawing import BLUE, PALETTE, RED, Colour, choose_box_colours, draw_boxes, draw_heat_map, tint
 from e2e_vl.predictions import Box, GroundedPhrase
-from e2e_vl.samples import ImageBytes, Question
+from e2e_vl.samples import AnnotatedObjects, ImageBytes, Question
 from e2e_vl.structures import AttentionBlock, Batch, ModelOutput
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,35 @@ class UserImage:
         height, width = self.size
         display_height, display_width = self.pixels.shape[:2]
         return np.array([display_width / width, display_height / height])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class UserBoxes:
+    """A user's file of candidate boxes, of one image or of many."""
+
+    content: AnnotatedObjects | BoxesOfImages
+    file: Path
+
+    def of(self, image: UserImage) -> AnnotatedObjects:
+        """Return the boxes of an image; messages name the file without the folder that it was uploaded to."""
+        try:
+            boxes = boxes_of_image(self.content, image.file)
+        except UserError as error:
+            raise _without_folder(error, self.file) from error
+        return dataclasses.replace(boxes, origin=self.file.name)
+
+
+def _without_folder(error: UserError, file: Path) -> UserError:
+    """Return an error whose message names a file without its folder."""
+    return UserError(str(error).replace(str(file), file.name))
+
+
+def read_boxes(path: Path) -> UserBoxes:
+    """Read a file of boxes, such as `e2e-vl ask` takes as --boxes."""
+    try:
+        return UserBoxes(read_boxes_file(path), path)
+    except UserError as error:
+        raise _without_folder(error, path) from error
 
 
 def read_image(path: Path) -> UserImage:
@@ -185,6 +215,7 @@ class Session:
     """The state of the page for one user."""
 
     image: UserImage | None = None
+    boxes: UserBoxes | None = None  # the candidates; None: those that the detector predicts
     asked: tuple[Inspection, ...] = ()  # of each phrase, with all pixels; empty: no text yet
     phrase: int = 0  # index of the phrase whose regions, words and attention are shown
     after: Inspection | None = None  # of that phrase with masked regions; None: none is masked
@@ -240,13 +271,18 @@ class Session:
         return json_text(answers if len(answers) > 1 else answers[0], "the answer", indent=1)
 
     def with_image(self, image: UserImage | None) -> Session:
-        """Return the session with another image and the same choices of what is shown."""
+        """Return the session with another image, the same boxes and the same choices of what is shown."""
         return Session(
             image,
+            self.boxes,
             min_score=self.min_score,
             shows_overlapping=self.shows_overlapping,
             shows_markers=self.shows_markers,
         )
+
+    def with_boxes(self, boxes: UserBoxes | None) -> Session:
+        """Return the session with other candidate boxes and the same image."""
+        return dataclasses.replace(self.with_image(self.image), boxes=boxes)
 
     @property
     def attention(self) -> np.ndarray | None:
@@ -339,11 +375,12 @@ class Explorer:
         phrases = [phrase.strip() for phrase in re.split(r"[;\n]", text) if phrase.strip()]
         if len(phrases) > MAX_PHRASES:
             raise UserError(f"The text has {len(phrases)} phrases; write at most {MAX_PHRASES}.")
+        boxes = None if session.boxes is None else session.boxes.of(session.image)
         asked = []
         for phrase in phrases or [text]:
-            inspection = self.inspect(session.image, phrase)
-            if self._repools:
-                inspection = self.inspect(session.image, phrase, inspection)
+            inspection = self.inspect(session.image, phrase, boxes)
+            if self._repools and boxes is None:
+                inspection = self.inspect(session.image, phrase, before=inspection)
             asked.append(inspection)
         session = session.with_image(session.image)
         return dataclasses.replace(session, asked=tuple(asked), step=asked[0].best_step)
@@ -363,7 +400,8 @@ class Explorer:
         masked = tuple(sorted(set(rows)))
         after = None
         if masked:
-            after = self.inspect(session.image, session.before.answer.question, session.before, masked)
+            boxes = None if session.boxes is None else session.boxes.of(session.image)
+            after = self.inspect(session.image, session.before.answer.question, boxes, session.before, masked)
         return dataclasses.replace(session, masked=masked, after=after)
 
     def toggle(self, session: Session, row: int) -> Session:
@@ -371,13 +409,22 @@ class Explorer:
         return self.mask(session, set(session.masked) ^ {row})
 
     def inspect(
-        self, image: UserImage, text: str, before: Inspection | None = None, masked: Sequence[int] = ()
+        self,
+        image: UserImage,
+        text: str,
+        boxes: AnnotatedObjects | None = None,
+        before: Inspection | None = None,
+        masked: Sequence[int] = (),
     ) -> Inspection:
-        """Answer a text, with the regions of `before` unless it is None and the pixels of some of them `masked`."""
-        question = Question(image.file, text)
+        """Answer a text, with the regions of `before` unless it is None and the pixels of some of them `masked`.
+
+        `boxes`: of the user, as candidates.
+        """
+        question = Question(image.file, text, boxes)
         if before is None:
             answer, output = self.model.ask_with_output(question)
-            return self._inspection(answer, output, tuple(answer.box_names), _detection_scores(output))
+            scores = _detection_scores(output) if boxes is None else _given_scores(output, boxes)
+            return self._inspection(answer, output, tuple(answer.box_names), scores)
 
         def with_regions(batch: Batch) -> Batch:
             # mask the same pixels as pre-training does; a teacher sees the masked image too
@@ -464,6 +511,14 @@ def _detection_scores(output: ModelOutput) -> np.ndarray | None:
     return output.regions.scores[0][first + rows].float().cpu().numpy()
 
 
+def _given_scores(output: ModelOutput, boxes: AnnotatedObjects) -> np.ndarray | None:
+    """Return the scores that a user's boxes have, of the regions of a batch's only text, float32 [R]; None: none."""
+    if boxes.scores is None:
+        return None
+    row = output.text_regions.row[0]
+    return boxes.scores[row[row >= 0].cpu().numpy()]
+
+
 # Pictures: clickable regions with attention, and the boxes of an answer.
 
 
@@ -487,6 +542,8 @@ def draw_regions(session: Session) -> np.ndarray | None:
     pixels = _cover(image, inspection, session.masked)
     boxes = _on_picture(image, inspection.answer.boxes)
     labels = [str(row) for row in range(len(inspection))]
+    if session.boxes is not None:
+        labels = [f"{row} {name}".strip() for row, name in enumerate(inspection.names)]
     colours = [_OUTLINE] * len(inspection)
     order = session.shown_regions
     if shares is not None:

@@ -26,6 +26,7 @@ from e2e_vl.explorer.session import (
     draw_answer,
     draw_regions,
     percent,
+    read_boxes,
     read_image,
 )
 
@@ -77,6 +78,7 @@ def _components() -> dict[str, Any]:
     picture = {"interactive": False, "format": "png", "buttons": ["fullscreen", "download"]}
     with gr.Row(equal_height=True):
         add(gr.File, "image", f"Image, at most {MAX_IMAGE_MEGABYTES} MB", file_types=["image"], height=92)
+        add(gr.File, "candidates", "Your own boxes (JSON), optional", file_types=[".json", ".npz"], height=92)
         add(gr.Textbox, "text", "Phrase or question", max_length=MAX_TEXT_LENGTH, max_lines=1, scale=2)
         components["ask"] = gr.Button("Ask", variant="primary", elem_id="ask", scale=0, min_width=100)
     # a pasted image goes into a file of its own, because one that holds a file takes no other (page.js)
@@ -145,16 +147,28 @@ def _connect(
 
         return event
 
-    def open_image(session: Session, file: str | None, text: str) -> list[Any]:
-        if file is None:
-            return show_asked(session.with_image(None))
+    def ask_again(session: Session, text: str) -> list[Any]:
+        """Ask the text about another image or other boxes, which stay after an error about the text."""
         try:
-            session = session.with_image(read_image(Path(file)))
-            if text and text.strip():
+            if session.image is not None and text and text.strip():
                 return show_asked(explorer.ask(session, text))
             return show_asked(session)
-        except (ValueError, OSError) as error:  # after an error about the text the image stays
+        except (ValueError, OSError) as error:
             return show_asked(session, str(error))
+
+    def open_image(session: Session, file: str | None, text: str) -> list[Any]:
+        try:
+            image = None if file is None else read_image(Path(file))
+        except (ValueError, OSError) as error:
+            return show_asked(session, str(error))
+        return ask_again(session.with_image(image), text)
+
+    def open_boxes(session: Session, file: str | None, text: str) -> list[Any]:
+        try:
+            boxes = None if file is None else read_boxes(Path(file))
+        except (ValueError, OSError) as error:  # the page names no file whose boxes are not used
+            return [*show_asked(session.with_boxes(None), str(error)), None]
+        return [*ask_again(session.with_boxes(boxes), text), file]
 
     def click(session: Session, action: str, pixel: tuple[float, float]) -> Session:
         """Handle a click on the picture of the regions, at pixel (x, y)."""
@@ -202,14 +216,17 @@ def _connect(
 
     def open_example(session: Session, *, number: int) -> list[Any]:
         file, text = explorer.examples[number]
-        return [*open_image(session, file, text), text, None]
+        return [*open_image(session.with_boxes(None), file, text), text, None, None]
 
     def paste(session: Session, file: str, text: str) -> list[Any]:
         return [*open_image(session, file, text), file, None]
 
     image, text, item, step, head = (components[name] for name in ("image", "text", "item", "step", "head"))
     pasted = components["pasted"]
+    candidates = components["candidates"]
     on([image.upload, image.clear], open_image, ["image", "text"], outputs=outputs_asked, api_name="image")
+    triggers = [candidates.upload, candidates.clear]
+    on(triggers, open_boxes, ["candidates", "text"], outputs=[*outputs_asked, candidates], api_name="boxes")
     on([pasted.upload], paste, ["pasted", "text"], outputs=[*outputs_asked, image, pasted], api_name="paste")
     ask = changing(explorer.ask, show_asked)
     on([components["ask"].click, text.submit], ask, ["text"], outputs=outputs_asked, api_name="ask")
@@ -227,7 +244,12 @@ def _connect(
         triggers = [button.click]
         if number == 0:  # the page opens with the first one
             triggers.insert(0, page.load)
-        on(triggers, functools.partial(open_example, number=number), [], outputs=[*outputs_asked, text, image])
+        on(
+            triggers,
+            functools.partial(open_example, number=number),
+            [],
+            outputs=[*outputs_asked, text, image, candidates],
+        )
 
 
 def serve(page: gr.Blocks, *, host: str, port: int | None) -> str:

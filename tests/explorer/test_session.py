@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,11 @@ from e2e_vl.explorer.session import (
     Explorer,
     Inspection,
     Session,
+    UserImage,
     draw_answer,
     draw_regions,
     percent,
+    read_boxes,
     read_image,
 )
 from e2e_vl.run.build import build_model
@@ -254,6 +257,39 @@ def test_each_region_has_the_score_of_its_box(explorer, asked, record):
     assert explorer.mask(asked, [0]).after.scores is asked.before.scores
 
 
+def test_a_users_boxes_are_the_candidates(explorer, record, tmp_path):
+    """With their names and scores, also after a region was masked; a message names the file alone."""
+    image = read_image(Path(record["file_name"]))
+    corners = [list(box) for box in record["candidate_boxes"][:3]]
+    rows = []
+    for (x1, y1, x2, y2), score in zip(corners, (0.5, 0.125, 0.75), strict=True):
+        box = [x1, y1, x2 - x1, y2 - y1]
+        image_id = Path(record["file_name"]).stem
+        rows.append({"image_id": image_id, "bbox": box, "score": score, "category_name": f"cup {score}"})
+    file = tmp_path / "boxes.json"
+    file.write_text(json.dumps(rows))
+    session = explorer.ask(Session(image).with_boxes(read_boxes(file)), record["text"])
+    expected = explorer.model.ask(record["file_name"], record["text"], boxes=file)
+    np.testing.assert_array_equal(session.before.answer.boxes, expected.boxes)
+    assert session.before.answer.score == pytest.approx(expected.score, abs=1e-6)
+    assert session.before.names == ("cup 0.5", "cup 0.125", "cup 0.75")
+    assert session.before.scores.tolist() == [0.5, 0.125, 0.75]
+    assert not np.array_equal(draw_regions(session), draw_regions(dataclasses.replace(session, boxes=None))), "names"
+    masked = explorer.mask(session, [1]).after
+    assert torch.equal(masked.boxes, session.before.boxes) and masked.names == session.before.names
+    assert masked.answer.score != session.before.answer.score
+    assert explorer.ask(session.with_boxes(None), record["text"]).before.names != session.before.names
+
+    other = UserImage(dataclasses.replace(image.file, name="other.png"), image.size, image.pixels)
+    file.write_text("[[1, 2, 3]]")
+    for refused in (lambda: explorer.ask(session.with_image(other), "a star"), lambda: read_boxes(file)):
+        with pytest.raises(UserError, match=r"^boxes\.json: "):
+            refused()
+    file.write_text("[[1, 2, 3000, 4]]")
+    with pytest.raises(UserError, match=r"^boxes\.json: box 0 .* outside"):
+        explorer.ask(session.with_boxes(read_boxes(file)), "a star")
+
+
 def test_markers_are_in_the_row_of_words_only_if_asked_for(asked, record):
     words = [asked.before.words[item] for item in asked.shown_words]
     assert words == [*record["text"].split(), "[whole image]"]
@@ -362,7 +398,7 @@ def test_nothing_changes_when_nothing_is_masked(trained_run, record, features_of
     model.network.detector.config = msgspec.structs.replace(config, roi_heads=heads)
     explorer, image = Explorer(model), read_image(Path(record["file_name"]))
     before = explorer.ask(Session(image), record["text"]).before
-    again = explorer.inspect(image, record["text"], before, ())
+    again = explorer.inspect(image, record["text"], before=before)
     assert again.answer.score == pytest.approx(before.answer.score, abs=1e-6)
     assert np.allclose(again.attention, before.attention, atol=1e-6) and again.names == before.names
     assert np.array_equal(again.answer.boxes, before.answer.boxes)

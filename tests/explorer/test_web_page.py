@@ -33,24 +33,33 @@ SHARPER = 20.0  # factor on the scores of regions before their softmax: the answ
 
 
 @pytest.fixture(scope="module")
-def asked(trained_run) -> SimpleNamespace:
-    """A `file`, its `size` (width, height), a `text`, the `box` that the evaluation found, and the `far`thest other."""
-    record = predictions_of(trained_run.path, "val_online")[4]
-    file, box = Path(record["file_name"]), record["box"]
-    far = max(record["candidate_boxes"], key=lambda one: math.dist(middle(one), middle(box)))
-    return SimpleNamespace(file=file, size=Image.open(file).size, text=record["text"], box=box, far=far)
-
-
-def middle(box: list[float]) -> tuple[float, float]:
-    return (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
-
-
-@pytest.fixture(scope="module")
 def explorer(trained_run) -> Explorer:
     model = e2e_vl.load(trained_run.path, device="cpu")
     with torch.no_grad():
         model.network.task.head.output.weight.mul_(SHARPER)
     return Explorer(model)
+
+
+@pytest.fixture(scope="module")
+def asked(explorer, trained_run) -> SimpleNamespace:
+    """A `file`, its `size` (width, height), a `text`, the `box` that the evaluation found, and the `far`thest other.
+
+    Masking either box, or the regions 0 and 1, changes what the page says.
+    """
+    for record in predictions_of(trained_run.path, "val_online"):
+        file, box = Path(record["file_name"]), record["box"]
+        far = max(record["candidate_boxes"], key=lambda one: math.dist(middle(one), middle(box)))
+        session = dataclasses.replace(explorer.ask(Session(read_image(file)), record["text"]), min_score=0.0)
+        regions = [session.before.region_at(*middle(one), session.shown_regions) for one in (box, far)]
+        masked = [explorer.mask(session, rows).after for rows in ([0, 1], regions[:1], regions[1:])]
+        if answer_lines(session.before) not in map(answer_lines, masked):
+            size = Image.open(file).size
+            return SimpleNamespace(file=file, size=size, text=record["text"], box=box, far=far)
+    raise AssertionError("masking changes no answer")
+
+
+def middle(box: list[float]) -> tuple[float, float]:
+    return (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +89,12 @@ def test_a_program_asks_masks_and_is_refused(address, asked, tmp_path):
     assert shown[ANSWER] and not shown[ANSWER_AFTER]
     masked = visitor.predict([0, 1], api_name="/mask")
     assert masked[ANSWER] == shown[ANSWER] and masked[ANSWER_AFTER] not in ("", shown[ANSWER])
+    (tmp_path / "boxes.json").write_text(json.dumps({"boxes": [asked.far], "names": ["a cup"]}))
+    chosen = visitor.predict(handle_file(tmp_path / "boxes.json"), asked.text, api_name="/boxes")
+    assert chosen[ANSWER].startswith("a cup, ") and numbers(chosen[BOXES]) == pytest.approx(asked.far, abs=1.01)
+    (tmp_path / "boxes.json").write_text("[[1, 2]]")
+    *refused, file = visitor.predict(handle_file(tmp_path / "boxes.json"), asked.text, api_name="/boxes")
+    assert refused[PROBLEM]["value"].startswith("boxes.json: ") and not refused[ANSWER] and file is None
     other = Client(address, verbose=False, analytics_enabled=False)
     assert "no image yet" in other.predict(asked.text, api_name="/ask")[PROBLEM]["value"], "visitors share nothing"
     (tmp_path / "damaged.png").write_bytes(asked.file.read_bytes()[:500])
