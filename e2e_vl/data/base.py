@@ -57,7 +57,6 @@ class VLDataset(abc.ABC):
     split_values: Sequence[Mapping[str, str]] = ({},)
     class_names: Sequence[str] | None = None  # in the order of the detector's classes; None if there are no classes
     corpus: Sequence[str] | None = None  # texts without images, for pre-training
-    has_masks: ClassVar[bool] = False  # it can read the masks of the objects that texts refer to
     has_phrases: bool = False  # some texts have annotated phrases (`SampleText.phrases`)
     has_truths: bool = True  # annotated splits have a ground truth for each text
     mixes_phrases: bool = False  # only some of several joined data sets have phrases
@@ -86,6 +85,11 @@ class VLDataset(abc.ABC):
     @classmethod
     def accepts_answer(cls, options: Any) -> bool:
         """Return whether texts depend on a question and an answer to it, as rationales do."""
+        return False
+
+    @classmethod
+    def reads_masks(cls, options: Any) -> bool:
+        """Return whether its reader can read the masks of the objects that texts refer to."""
         return False
 
     @classmethod

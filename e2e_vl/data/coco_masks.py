@@ -63,18 +63,23 @@ class CocoMasks:
         return [*RowIndex(masks).arrays, *SerializedList(masks.values(), ObjectMask).arrays]
 
     def of(self, ids: Iterable[Id]) -> Sequence[ObjectMask]:
-        """Return the masks of annotations.
+        """Return the masks of annotations."""
+        return [self._masks[self._row(annotation_id)] for annotation_id in ids]
 
-        Raises:
-            UserError: an annotation has no mask.
-        """
-        masks = []
+    def encoded(self, annotation_id: Id) -> np.ndarray:
+        """Return the mask of an annotation, uint8 [bytes], for `tables.fingerprint`."""
+        return self._masks.encoded_item(self._row(annotation_id))
+
+    def require(self, ids: Iterable[Id]) -> None:
+        """Raise a UserError if an annotation has no mask."""
         for annotation_id in ids:
-            row = self._rows.row(annotation_id)
-            if row is None:
-                raise UserError(
-                    f"{self.path}: annotation {annotation_id} has no mask (segmentation), which segmentation.weight "
-                    "needs; use a file with masks, or set segmentation.weight to 0."
-                )
-            masks.append(self._masks[row])
-        return masks
+            self._row(annotation_id)
+
+    def _row(self, annotation_id: Id) -> int:
+        row = self._rows.row(annotation_id)
+        if row is None:
+            raise UserError(
+                f"{self.path}: annotation {annotation_id} has no mask (segmentation), which segmentation.weight "
+                "needs; use a file with masks, or set segmentation.weight to 0."
+            )
+        return row

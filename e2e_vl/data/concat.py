@@ -182,6 +182,12 @@ class JoinedDataset(VLDataset):
 
     @classmethod
     @override
+    def reads_masks(cls, options: JoinedDatasetConfig) -> bool:
+        """Return whether one of the parts can; texts of the others teach no masks."""
+        return any(kind.reads_masks(part_options) for kind, part_options in cls._kinds_of(options))
+
+    @classmethod
+    @override
     def select_candidates(cls, sample: Sample, options: JoinedDatasetConfig) -> Sample:
         """Keep the candidates that the first part whose texts refer to boxes by class would keep."""
         for kind, part_options in cls._kinds_of(options):

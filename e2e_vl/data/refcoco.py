@@ -189,7 +189,6 @@ class RefCOCODataset(RecordDataset):
     """
 
     file_keys = ("images", "instances", "refs", "phrases", "phrase_boxes", "detections", "features")
-    has_masks = True
     has_phrases = True
 
     def __init__(self, files: DataFiles, options: NoDatasetConfig, split: str, needs: DataNeeds) -> None:
@@ -203,6 +202,9 @@ class RefCOCODataset(RecordDataset):
             splits = ", ".join(sorted({expression.split for expression in all_expressions}))
             contents = f"the file has {splits}" if splits else "all its refs are skipped, see the log"
             raise UserError(f"{path}: no split {split!r}; {contents}")
+        if self.masks is not None:
+            for expression in expressions:
+                self.masks.require(expression.ann_ids)
         self.set_texts(expressions, f"{path}: sentence")
         self.phrases = None
         if "phrases" in files and needs.phrases:
@@ -219,10 +221,18 @@ class RefCOCODataset(RecordDataset):
                 for sentence in ref.expressions:
                     yield sentence.sent
 
+    @classmethod
+    @override
+    def reads_masks(cls, options: NoDatasetConfig) -> bool:
+        return True
+
     @override
     def contents(self) -> Iterable[np.ndarray]:
         yield from super().contents()
         yield from map(self.instances.encoded, self.image_ids())
+        if self.masks is not None:
+            for expression in self.texts:
+                yield from map(self.masks.encoded, expression.ann_ids)
 
     @override
     def image(self, name: str, text: int) -> SampleImage:

@@ -260,7 +260,7 @@ def check_segmentation(config: RunConfig, detector: Detector, task: Task) -> Non
             f"segmentation.weight is {config.segmentation.weight}, but the task {config.task.name} has no masks; only "
             "referring expressions (refcoco) have. Set it to 0."
         )
-    if not DATASETS[config.data.name].cls.has_masks:
+    if not DATASETS[config.data.name].cls.reads_masks(config.data.config):
         raise UserError(
             f"segmentation.weight is {config.segmentation.weight}, but the reader of data.name {config.data.name} "
             "reads no masks; use refcoco with the official files, or set it to 0."

@@ -74,5 +74,6 @@ def test_a_wrong_mask_is_one_sentence(tmp_path, changes, message):
 
 def test_a_missing_mask_is_named_when_it_is_needed(tmp_path):
     masks = CocoMasks(write(tmp_path / "instances.json", segmentation=[]))
+    masks.require([])
     with pytest.raises(UserError, match=r"annotation 5 has no mask \(segmentation\)"):
-        masks.of([5])
+        masks.require([5])

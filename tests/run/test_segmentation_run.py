@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,16 @@ import pytest
 import torch
 
 import e2e_vl
+from detector.errors import UserError
+from detector.io import write_json
 from e2e_vl.api.onnx_export import export_onnx
+from e2e_vl.data.refcoco import read_refs
 from e2e_vl.run.build import build_model, build_run
 from e2e_vl.run.checkpoint import load_model
 from e2e_vl.run.train import train
 from e2e_vl.tasks.segmentation import SEGMENTATION
 from tests.run.runs import SHORT, first_texts, logged, predictions_of
+from tests.run.test_phrases_run import joined
 from tests.weights.starts import replaced
 
 MASK_HEAD = "detector.overrides.MODEL.ROI_MASK_HEAD={CONV_DIM: 8, CLS_AGNOSTIC_MASK: true}"
@@ -74,3 +79,33 @@ def test_settings_that_cannot_work_are_refused(tiny_config):
         build_model(replaced(tiny_config(*ON), task=answers), vocab_size=50)
     with pytest.raises(ValueError, match=r"the reader of data.name refcoco_parquet reads no masks"):
         build_model(tiny_config(*ON, "data.name=refcoco_parquet"), vocab_size=50)
+
+
+def test_masks_are_needed_at_once_and_belong_to_the_records_of_a_run(tiny_config, tiny_data, tmp_path):
+    shutil.copytree(tiny_data, tmp_path / "data")
+    config = tiny_config(*ON, f"data.root={tmp_path / 'data'}")
+    fingerprint = build_run(config).train_data.fingerprint()
+    path = Path(config.data.root) / config.data.files["instances"]
+    content = json.loads(path.read_text("utf-8"))
+    for annotation in content["annotations"]:
+        annotation["segmentation"] = [annotation["segmentation"][0][:6]]
+    write_json(path, content)
+    assert build_run(config).train_data.fingerprint() != fingerprint
+    refs = read_refs(path.parent / "refs(unc).p")
+    named = next(ref.ann_id for ref in refs if ref.split == "val")
+    for annotation in content["annotations"]:
+        if annotation["id"] == named:
+            annotation["segmentation"] = []
+    write_json(path, content)
+    build_run(config)
+    with pytest.raises(UserError, match=rf"annotation {named} has no mask"):
+        build_run(config, evaluates=True)
+
+
+def test_texts_of_joined_data_without_masks_learn_none(tmp_path):
+    run = build_run(joined("refcoco", tmp_path, *ON))
+    output = run.model(first_texts(run, texts=1))
+    masks = output.batch.targets.named_masks()
+    part = run.train_data.dataset.members[0]
+    assert 0 < len(masks.masks) == len(part.dataset.groups) < len(output.text_regions.boxes)
+    assert output.losses[SEGMENTATION].count == len(masks.masks)
