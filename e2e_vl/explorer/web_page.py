@@ -77,8 +77,8 @@ def _components() -> dict[str, Any]:
 
     picture = {"interactive": False, "format": "png", "buttons": ["fullscreen", "download"]}
     with gr.Row(equal_height=True):
-        add(gr.File, "image", f"Image, at most {MAX_IMAGE_MEGABYTES} MB", file_types=["image"], height=92)
-        add(gr.File, "candidates", "Your own boxes (JSON), optional", file_types=[".json", ".npz"], height=92)
+        add(gr.File, "image", f"Image, ≤ {MAX_IMAGE_MEGABYTES} MB", file_types=["image"], height=92)
+        add(gr.File, "candidates", "Boxes, optional", file_types=[".json", ".npz"], height=92)
         add(gr.Textbox, "text", "Phrase or question", max_length=MAX_TEXT_LENGTH, max_lines=1, scale=2)
         components["ask"] = gr.Button("Ask", variant="primary", elem_id="ask", scale=0, min_width=100)
     # a pasted image goes into a file of its own, because one that holds a file takes no other (page.js)
