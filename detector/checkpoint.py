@@ -62,12 +62,10 @@ ATTRIBUTE_HEAD = tuple(f"{PREDICTOR}{layer}." for layer in ("cls_embedding", "fc
 EXPECT: dict[str, dict[str, Sequence[str]]] = {
     "all": {"allow_unexpected": UNUSED_KEYS},
     "no_attributes": {"allow_unexpected": (*UNUSED_KEYS, *ATTRIBUTE_HEAD), "allow_missing": ATTRIBUTE_HEAD},
-    "no_predictor": {"allow_unexpected": UNUSED_KEYS, "allow_missing": (PREDICTOR,)},
-    "no_mask_head": {"allow_unexpected": UNUSED_KEYS, "allow_missing": (MASK_HEAD,)},
+    "no_predictor": {"allow_unexpected": UNUSED_KEYS},  # `load_checkpoint` sets `allow_missing`, see `_left_out`
+    "no_mask_head": {"allow_unexpected": UNUSED_KEYS},
     "backbone": {},  # `load_checkpoint` sets `only`
 }
-
-LEFT_OUT = {"no_predictor": PREDICTOR, "no_mask_head": MASK_HEAD}  # prefixes of what keeps its values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -422,8 +420,9 @@ def load_checkpoint(
     Args:
         path: see `read_weights`.
         expect: the part of the detector that the file must contain. "no_attributes": all but the attribute head, which
-            may be missing from the file or from the detector. "no_predictor": all but the box predictor, which keeps
-            its values: for a detector of other classes. "no_mask_head": all but the mask head, which keeps its values:
+            may be missing from the file or from the detector. "no_predictor": all but the box predictor, and the last
+            layer of a mask head with a mask per class, which keep their values: for a detector of other classes. The
+            rest of the mask head must be in the file. "no_mask_head": all but the mask head, which keeps its values:
             for the weights of a Faster R-CNN, or of a Mask R-CNN with another head. "backbone": stem to res5; the RPN
             and the box predictor keep their values even if the file contains them.
     """
@@ -438,11 +437,12 @@ def load_checkpoint(
         norm_eps=weights.norm_eps,
     )
     options = EXPECT[expect]
-    if expect in LEFT_OUT:
-        tensors = {name: value for name, value in tensors.items() if not name.startswith(LEFT_OUT[expect])}
-    elif detector.config.mask_on and expect != "backbone":
-        used = [prefix for prefix in options["allow_unexpected"] if prefix != MASK_HEAD]
-        options = options | {"allow_unexpected": used}
+    left_out = _left_out(expect, detector.config)
+    if left_out:
+        tensors = {name: value for name, value in tensors.items() if not name.startswith(left_out)}
+        options = options | {"allow_missing": left_out}
+    if detector.config.mask_on and expect != "backbone":  # then the file's mask head is used
+        options = options | {"allow_unexpected": [name for name in options["allow_unexpected"] if name != MASK_HEAD]}
     if expect == "backbone":
         options = {"only": detector.config.backbone_spec.weight_prefixes}
     report = load_weights(detector, tensors, path, layout=layout, **options)
@@ -455,6 +455,17 @@ def load_checkpoint(
         for config_path in (weights.path.with_suffix(".yaml"), weights.path.with_name(CONFIG_NAME)):
             _warn_of_other_conventions(detector.config, _read_conventions(config_path), str(path), str(config_path))
     return report
+
+
+def _left_out(expect: str, config: DetectorConfig) -> tuple[str, ...]:
+    """Return the prefixes of the parameters that keep their values, whatever the file contains."""
+    if expect == "no_mask_head":
+        return (MASK_HEAD,)
+    if expect != "no_predictor":
+        return ()
+    if config.mask_on and not config.mask_head.class_agnostic:
+        return (PREDICTOR, f"{MASK_HEAD}predictor.")
+    return (PREDICTOR,)
 
 
 def save_weights(tensors: Mapping[str, Tensor], path: str | Path, key: str = "model") -> None:

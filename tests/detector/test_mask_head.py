@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file
 
 from detector.checkpoint import load_checkpoint, save_weights
@@ -115,6 +116,24 @@ def test_mask_head_is_saved_and_loaded_with_detectron2s_names(tmp_path: Path) ->
     load_checkpoint(without_head, path)  # the box part of a Mask R-CNN
     with pytest.raises(UserError, match="has no mask head"):
         without_head.mask_logits({}, torch.zeros(0, 5), torch.zeros(0, dtype=torch.long))
+
+
+def test_a_mask_per_class_is_new_for_other_classes_and_the_rest_of_the_head_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "model_final.pth"
+    saved = FasterRCNN(detector_config("tiny_fpn", NUM_CONV=2))
+    save_weights(saved.state_dict(), path)
+    config = detector_config("tiny_fpn", NUM_CONV=2)
+    heads = structs.replace(config.roi_heads, num_classes=config.roi_heads.num_classes + 3)
+    loaded = FasterRCNN(structs.replace(config, roi_heads=heads))
+    report = load_checkpoint(loaded, path, expect="no_predictor")
+    prefixes = ("roi_heads.box_predictor.", "roi_heads.mask_head.predictor.")
+    assert report.missing and all(name.startswith(prefixes) for name in report.missing)
+    assert torch.equal(loaded.roi_heads.mask_head.deconv.weight, saved.roi_heads.mask_head.deconv.weight)
+    agnostic = FasterRCNN(detector_config("tiny_fpn", NUM_CONV=2, CLS_AGNOSTIC_MASK=True))
+    with pytest.raises(UserError, match=r"mismatched \(roi_heads.mask_head.predictor.weight"):
+        load_checkpoint(agnostic, path, expect="no_predictor")
+    with pytest.raises(UserError, match=r"roi_heads.mask_head.mask_fcn2"):
+        load_checkpoint(FasterRCNN(detector_config("tiny_fpn", NUM_CONV=1)), path, expect="no_predictor")
 
 
 def test_config_of_the_mask_head_is_written_and_read() -> None:
