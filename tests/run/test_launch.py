@@ -50,6 +50,9 @@ TASK_ONLY = (FROZEN, "data.boxes.train=gt", "detector.loss_weight=0")
 MISS = "task.config={loss: binary, allow_no_regions: true}"
 PHRASES = (
     MISS,
+    "segmentation.weight=0.5",
+    "detector.overrides.MODEL.MASK_ON=true",
+    "detector.overrides.MODEL.ROI_MASK_HEAD={CONV_DIM: 8, CLS_AGNOSTIC_MASK: true}",
     "phrases={weight: 1.0, layer: 1, size: 8}",
     "data.files.phrases=refcoco+_phrases/Sentences",
     "data.files.phrase_boxes=refcoco+_phrases/Annotations",
@@ -59,7 +62,7 @@ VARIANTS = {
     "phrases": (
         "refcoco",
         (*TASK_ONLY, *PHRASES, "data.workers=1", "train.ema_decay=0.9"),
-        {"referring", "phrases", "phrase_tags"},
+        {"referring", "phrases", "phrase_tags", "segmentation"},
         1e-6,
     ),
     "detection": (
