@@ -186,7 +186,7 @@ class TwoStageDetector(Detector):
     @override
     def mask_logits(
         self, maps: FeatureMaps, rois: Float[Tensor, "J 5"], classes: Int64[Tensor, " J"]
-    ) -> Float32[Tensor, "J M M"]:
+    ) -> Float32[Tensor, "J side side"]:
         if not self.config.mask_on:
             return super().mask_logits(maps, rois, classes)
         return self.roi_heads.mask_logits(maps, rois, classes)

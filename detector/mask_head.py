@@ -1,7 +1,7 @@
 """The mask head of Mask R-CNN (He et al., section 3), named as in Detectron2, and masks on their way to and from it.
 
 Shape legend: see `detector/structures.py`; and here
-    M   side of the predicted masks, twice that of the RoI maps
+    side    of the predicted masks, twice that of the RoI maps
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class MaskHead(nn.Module):
         nn.init.normal_(self.predictor.weight, std=0.001)
         nn.init.zeros_(self.predictor.bias)
 
-    def forward(self, maps: Float[Tensor, "J channels S S"], classes: Int64[Tensor, " J"]) -> Float[Tensor, "J M M"]:
+    def forward(
+        self, maps: Float[Tensor, "J channels S S"], classes: Int64[Tensor, " J"]
+    ) -> Float[Tensor, "J side side"]:
         """Return the logits of the mask of each RoI for its class, 0 .. K-1; a class-agnostic head ignores classes."""
         x = maps
         for name in self.convs:
@@ -52,7 +54,7 @@ class MaskHead(nn.Module):
         return logits[torch.arange(len(logits), device=logits.device), classes]
 
 
-def mask_losses(logits: Float32[Tensor, "J M M"], targets: Bool[Tensor, "J M M"]) -> Float32[Tensor, " J"]:
+def mask_losses(logits: Float32[Tensor, "J side side"], targets: Bool[Tensor, "J side side"]) -> Float32[Tensor, " J"]:
     """Return the binary cross entropy of each predicted mask, the mean over its cells (He et al., section 3)."""
     losses = F.binary_cross_entropy_with_logits(logits, targets.to(logits.dtype), reduction="none")
     return losses.mean(dim=(1, 2))
@@ -72,11 +74,12 @@ def crop_masks(
 
 
 def paste_mask(
-    probabilities: Float[Tensor, "M M"], box: Float[Tensor, " 4"], size: tuple[int, int]
+    probabilities: Float[Tensor, "side side"], box: Float[Tensor, " 4"], size: tuple[int, int]
 ) -> Bool[Tensor, "height width"]:
     """Return the predicted mask of a box in an image of (height, width) pixels, from a threshold of 0.5 on.
 
-    The M * M cells cover the box, and pixels are sampled at their centres, as in Detectron2's `paste_masks_in_image`.
+    The side * side cells cover the box, and pixels are sampled at their centres, as in Detectron2's
+    `paste_masks_in_image`.
     """
     height, width = size
     pasted = torch.zeros(size, dtype=torch.bool, device=probabilities.device)

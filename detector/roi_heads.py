@@ -217,7 +217,7 @@ class ROIHeads(nn.Module, abc.ABC):
 
     def mask_logits(
         self, features: FeatureMaps, rois: Float[Tensor, "J 5"], classes: Int64[Tensor, " J"]
-    ) -> Float32[Tensor, "J M M"]:
+    ) -> Float32[Tensor, "J side side"]:
         """Return the mask of each RoI for its class, as logits; only with MODEL.MASK_ON."""
         maps = [features[name] for name in self.in_features]
         return self.mask_head(self._mask_maps(maps, rois), classes).float()

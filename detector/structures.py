@@ -11,7 +11,6 @@ Shape legend of the whole package
     B     anchors of one image
     J     RoIs of all images, joined; rows are [image, x1, y1, x2, y2]
     S     side of a RoI map
-    M     side of a predicted mask
     D     width of a region feature
     K     foreground classes; K is also the label of the background
     A     attributes
@@ -202,8 +201,8 @@ class Detector(nn.Module, abc.ABC):
 
     def mask_logits(
         self, maps: FeatureMaps, rois: Float[Tensor, "J 5"], classes: Int64[Tensor, " J"]
-    ) -> Float32[Tensor, "J M M"]:
-        """Return the masks of boxes as logits, with the gradient to the backbone; M * M cells cover a box.
+    ) -> Float32[Tensor, "J side side"]:
+        """Return the masks of boxes as logits, with the gradient to the backbone; side * side cells cover a box.
 
         Args:
             maps: `Regions.maps` of the forward pass.
