@@ -235,8 +235,9 @@ def build_model(
         segmentation = Segmentation(config.segmentation.min_iou)
     elif detector.config.mask_on:
         raise UserError(
-            f"{config.detector.config} has MODEL.MASK_ON, but segmentation.weight is 0, so that nothing trains the "
-            "mask head; set segmentation.weight, or detector.overrides.MODEL.MASK_ON to false."
+            f"{config.detector.config}, with detector.overrides, has MODEL.MASK_ON true, but segmentation.weight is 0, "
+            "so that nothing trains the mask head; set segmentation.weight, or detector.overrides.MODEL.MASK_ON to "
+            "false."
         )
     if config.detector.loss_weight == 0:
         detector.freeze_predictions()
