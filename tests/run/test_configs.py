@@ -92,8 +92,9 @@ def without_hub(config: RunConfig) -> RunConfig:
     if "swin" not in config.detector.config:
         return config
     swin = {"NAME": "", "CONFIG": {"model_type": "swin"}}
-    overrides = {"MODEL": {"TRANSFORMERS_BACKBONE": swin, "PIXEL_MEAN": PIXEL_MEAN, "PIXEL_STD": PIXEL_STD}}
-    detector = msgspec.structs.replace(config.detector, overrides=overrides | {"INPUT": {"FORMAT": "RGB"}})
+    model = config.detector.overrides.get("MODEL", {})
+    model = model | {"TRANSFORMERS_BACKBONE": swin, "PIXEL_MEAN": PIXEL_MEAN, "PIXEL_STD": PIXEL_STD}
+    detector = msgspec.structs.replace(config.detector, overrides={"MODEL": model, "INPUT": {"FORMAT": "RGB"}})
     return msgspec.structs.replace(config, detector=detector)
 
 
