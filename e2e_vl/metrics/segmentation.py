@@ -32,13 +32,13 @@ def segmentation_metrics(predictions: Iterable[ReferringPrediction]) -> dict[str
     unions = 0
     unions_of_nothing = 0  # pixels of masks where nothing is meant
     ious: list[float] = []
-    is_empty: list[bool] = []  # of the expressions about nothing
+    empty_masks: list[bool] = []  # whether the mask of each expression about nothing is empty
     for prediction in predictions:
         if prediction.segmentation is None or prediction.gt_segmentation is None:
             continue
         intersection, union = mask_overlap(prediction.segmentation, prediction.gt_segmentation)
         if prediction.targets == ():
-            is_empty.append(union == 0)
+            empty_masks.append(union == 0)
             unions_of_nothing += union
             continue
         ious.append(intersection / union if union else 0.0)
@@ -50,9 +50,9 @@ def segmentation_metrics(predictions: Iterable[ReferringPrediction]) -> dict[str
         metrics["miou"] = sum(ious) / len(ious)
         for ending, threshold in THRESHOLDS.items():
             metrics[f"mask_precision_{ending}"] = sum(iou >= threshold for iou in ious) / len(ious)
-    if is_empty:
+    if empty_masks:
         all_unions = unions + unions_of_nothing
-        metrics["mask_giou"] = (sum(ious) + sum(is_empty)) / (len(ious) + len(is_empty))
+        metrics["mask_giou"] = (sum(ious) + sum(empty_masks)) / (len(ious) + len(empty_masks))
         metrics["mask_ciou"] = intersections / all_unions if all_unions else 0.0
-        metrics["mask_n_acc"] = sum(is_empty) / len(is_empty)
+        metrics["mask_n_acc"] = sum(empty_masks) / len(empty_masks)
     return metrics

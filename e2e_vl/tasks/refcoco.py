@@ -253,10 +253,10 @@ class ReferringTask(Task):
         probabilities = logits.sigmoid() if self.config.loss == "binary" else logits.softmax(dim=1)
         probabilities = probabilities.cpu()
         class_names = class_names_of(output)
+        chosen_regions = self.chosen_regions(output.task, text_regions).tolist()
         predictions = []
-        for row, (winner, is_candidate) in enumerate(zip(logits.argmax(dim=1).tolist(), candidates.cpu(), strict=True)):
-            is_null = winner == num_regions
-            has_box = bool(is_candidate.any()) and not is_null
+        for row, (chosen, is_candidate) in enumerate(zip(chosen_regions, candidates.cpu(), strict=True)):
+            has_box = chosen >= 0
             box = None
             score = 0.0
             detected_class = None
@@ -265,14 +265,15 @@ class ReferringTask(Task):
             if output.refinement is not None:
                 refinement["refined_boxes"] = refined_boxes[row, is_candidate].tolist()
             if has_box:
-                box = refined_boxes[row, winner].tolist()
-                detected_class = class_names[row][winner] or None
+                box = refined_boxes[row, chosen].tolist()
+                score = float(probabilities[row, chosen])
+                detected_class = class_names[row][chosen] or None
                 if output.refinement is not None:
-                    refinement["proposal"] = boxes[row, winner].tolist()
-            if has_box or is_null:
-                score = float(probabilities[row, winner])
+                    refinement["proposal"] = boxes[row, chosen].tolist()
             if self.config.null_candidate:
                 null_score = float(probabilities[row, -1])
+                if not has_box:
+                    score = null_score
             predictions.append(
                 self.prediction(
                     batch.records[row],
@@ -282,7 +283,7 @@ class ReferringTask(Task):
                     detected_class=detected_class,
                     candidate_boxes=boxes[row, is_candidate].tolist(),
                     candidate_scores=probabilities[row, :num_regions][is_candidate].tolist(),
-                    segmentation=self._cut_out(output, row, refined_boxes[row, winner] if has_box else None),
+                    segmentation=self._cut_out(output, row, refined_boxes[row, chosen] if has_box else None),
                     **refinement,
                 )
             )

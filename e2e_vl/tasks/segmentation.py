@@ -74,11 +74,11 @@ class Segmentation:
         regions = output.refined_regions
         is_candidate = regions.attention_mask & (regions.row >= 0) & (regions.image_slot == 0)
         iou = torch.vmap(pairwise_iou)(regions.boxes[named.owner], named.boxes[:, None])[..., 0]  # [B, R]
-        best = iou.masked_fill(~is_candidate[named.owner], -1.0).max(dim=1)
-        rois = rois_of(output, named.owner, best.indices)
-        logits = detector.mask_logits(output.regions.maps, rois, region_classes[named.owner, best.indices])
+        best_iou, best_region = iou.masked_fill(~is_candidate[named.owner], -1.0).max(dim=1)
+        rois = rois_of(output, named.owner, best_region)
+        logits = detector.mask_logits(output.regions.maps, rois, region_classes[named.owner, best_region])
         losses = mask_losses(logits, crop_masks(named.masks, rois[:, 1:], logits.shape[-1]))
-        fits = best.values >= self.min_iou
+        fits = best_iou >= self.min_iou
         return Loss((losses * fits).sum(), fits.sum().float())
 
 
