@@ -150,7 +150,7 @@ class PoolFromEveryLevel(RoIPooler):
     @override
     def __call__(self, maps: Sequence[Tensor], rois: Tensor, step: int = 1) -> Tensor:
         first = int(math.log2(self.strides[0]))
-        levels = assign_levels(rois[:, 1:], first, first + len(self.strides) - 1, self.config.level_rule) - first
+        levels = assign_levels(rois[:, 1:], first, first + len(self.strides) - 1, self.level_rule) - first
         pooled = torch.zeros(())
         for number, (level_map, stride) in enumerate(zip(maps, self.strides, strict=True)):
             is_of_level = (levels == number)[:, None, None, None]

@@ -111,6 +111,7 @@ def test_every_file_is_accounted_for():
         "refcoco/grefcoco_vl_bert_base",
         "refcoco/vl_bert_base_precomputed",
         "refcoco/vl_bert_base_fpn",
+        "refcoco/vl_bert_base_fpn_masks",
         "refcoco/vl_bert_base_grounding_dino",
         "refcoco/vl_bert_base_parquet",
         *itertools.chain(*PIXELS.values()),
