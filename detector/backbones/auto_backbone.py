@@ -250,8 +250,8 @@ def _measure(settings: str) -> NetworkOutline:
             maps[map_name] = MapShape(shapes[last][1], stride)
             stages[map_name] = indices[last]
     if not maps:
-        wanted = ", ".join(map(str, STRIDES.values()))
-        raise UserError(f"{NETWORK_CONFIG}: the maps of {network.config.model_type} have none of the strides {wanted}.")
+        usable = ", ".join(map(str, STRIDES.values()))
+        raise UserError(f"{NETWORK_CONFIG}: the maps of {network.config.model_type} have none of the strides {usable}.")
     side = round(max(shape.stride for shape in maps.values()) * input_scale)
     _map_shapes(network, 3 * side, 5 * side)  # any multiple must do
     return NetworkOutline(

@@ -347,7 +347,8 @@ def _leave_out(
             f"data.config.datasets.{name}: no image is left, because all are in the splits of held_out_splits; remove "
             "this data set or those splits"
         )
-    return [groups[row] for row in rows], [images[row] for row in rows if images]
+    remaining_images = [images[row] for row in rows] if images else []
+    return [groups[row] for row in rows], remaining_images
 
 
 def _global_ids(
