@@ -30,7 +30,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from typing_extensions import override
 
 from detector.backbones.base import Backbone, LibraryNetwork
-from detector.backbones.fpn import FPN
+from detector.backbones.fpn import FPN, Pyramid
 from detector.backbones.layers import ConvNorm, freeze, freeze_norms, make_norm
 from detector.checkpoint import LoadReport, load_weights
 from detector.config import STRIDES, DetectorConfig, MapShape, ResNetConfig
@@ -444,7 +444,7 @@ class TransformersBackbone(Backbone, LibraryNetwork):
         return dict(zip(self.map_names, self.network(pixels).feature_maps, strict=True))
 
 
-class SimpleFeaturePyramid(Backbone):
+class SimpleFeaturePyramid(Pyramid):
     """Simple feature pyramid on the last map of a ViT (Li et al., ECCV 2022, "ViTDet", section 3): p2 .. p5, and p6.
 
     A level is the map after deconvolutions (stride 2, half the channels) or a max pool, then a 1x1 and a 3x3
@@ -467,14 +467,6 @@ class SimpleFeaturePyramid(Backbone):
             lateral = ConvNorm(channels, width, 1, norm=norm)
             output = ConvNorm(width, width, 3, norm=norm, padding=1)
             self.add_module(f"simfp_{level[1:]}", nn.Sequential(*layers, lateral, output))
-
-    @override
-    def freeze_stages(self, count: int) -> None:
-        self.bottom_up.freeze_stages(count)
-
-    @override
-    def load_published_weights(self) -> LoadReport | None:
-        return self.bottom_up.load_published_weights()
 
     @override
     def forward(self, pixels: Float[Tensor, "N 3 H W"]) -> FeatureMaps:

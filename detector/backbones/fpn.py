@@ -15,7 +15,21 @@ from detector.config import DetectorConfig, MapShape
 from detector.structures import FeatureMaps
 
 
-class FPN(Backbone):
+class Pyramid(Backbone):
+    """A feature pyramid, whose stages and published weights are those of the network below it."""
+
+    bottom_up: Backbone
+
+    @override
+    def freeze_stages(self, count: int) -> None:
+        self.bottom_up.freeze_stages(count)
+
+    @override
+    def load_published_weights(self) -> LoadReport | None:
+        return self.bottom_up.load_published_weights()
+
+
+class FPN(Pyramid):
     """Feature pyramid network (Lin et al., CVPR 2017, section 3): levels p2, p3, ..., and one more above them (p6).
 
     All levels have the same number of channels. FREEZE_AT counts the stages of the bottom-up network.
@@ -42,14 +56,6 @@ class FPN(Backbone):
                 nn.init.kaiming_uniform_(conv.weight, a=1)
             self.add_module(f"fpn_lateral{level[1:]}", lateral)
             self.add_module(f"fpn_output{level[1:]}", output)
-
-    @override
-    def freeze_stages(self, count: int) -> None:
-        self.bottom_up.freeze_stages(count)
-
-    @override
-    def load_published_weights(self) -> LoadReport | None:
-        return self.bottom_up.load_published_weights()
 
     @override
     def forward(self, pixels: Float[Tensor, "N 3 H W"]) -> FeatureMaps:
